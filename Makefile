@@ -1,0 +1,65 @@
+# Every target sets up what it needs in a fresh clone: a virtual environment in .venv with the versions of
+# constraints.txt. Needs Python 3.10-3.12 with venv, and make.
+#
+#   make demo             sentence embeddings with every Linear through fw.gemm
+#   make test             all tests but the slow ones
+#   make test-slow        the slow ones only
+#   make test-all         both
+#   make lint             ruff (rules and formatting) and mypy
+#   make format           let ruff rewrite what `make lint` would complain about
+#   make env              the virtual environment only
+#   make system-packages  Debian packages (as root) that link and disassemble code objects in some tests
+#   make clean            remove .venv and caches
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+STAMP := $(VENV)/.installed
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+
+.PHONY: demo test test-slow test-all lint format env system-packages clean
+
+demo: $(STAMP)
+	$(BIN)/fourwave demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+
+test-all: $(STAMP)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+env: $(STAMP)
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 10) <= v <= (3, 12) else \
+	  "fourwave: $(PYTHON) is Python %d.%d; FlyDSL has wheels for 3.10, 3.11 and 3.12 only: make PYTHON=python3.11 ..." % v)'
+	$(PYTHON) -m venv $(VENV)
+
+# torch alone and first, at the exact pin: left to the resolver, an unpinned torch can bring gigabytes of CUDA libraries.
+$(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install torch==2.13.0
+	$(PIP) install -e '.[amd,demo,dev]'
+	touch $@
+
+# A linker that knows gfx942 and gfx950 (FlyDSL's wheel has none), and llvm-mc/llvm-objdump. Tests that need them skip,
+# and say so, where they are absent.
+system-packages:
+	apt-get update
+	DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends lld-22 llvm-22
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
