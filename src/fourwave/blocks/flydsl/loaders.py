@@ -1,0 +1,94 @@
+"""Operand tiles: global memory to LDS, and LDS to fragments.
+
+A GlobalTile is the operand as one workgroup sees it: the rows (of M or N) of its output tile, all of K. Each K step
+re-bases the buffer resource with 64-bit arithmetic, so operands of any size are addressed with 32-bit offsets; the
+offsets inside one step are fixed per lane. Rows past the operand and k past K read as zeros.
+"""
+
+from flydsl import expr as fx
+
+from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, lds_read, minimum, select, uniform
+from fourwave.blocks.flydsl.mma import MMA_M, SLICE_K
+from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, WAVE, WORKGROUP
+
+
+class GlobalTile:
+    """The part of one operand that a workgroup reads.
+
+    tensor      the kernel argument: [extent, K] or, where K is not contiguous, [K, extent]; the inner stride is 1
+    tile        OperandTile
+    row0        first row (of M or N) of the output tile
+    K           reduction length; tensor may be longer along K, then with zeros from K on
+    """
+
+    def __init__(self, tensor, tile, row0, K, thread):
+        self.tensor, self.tile = tensor, tile
+        self.rows = fx.Int32(fx.get_scalar(tensor.shape[0]))
+        self.columns = fx.Int32(fx.get_scalar(tensor.shape[1]))
+        self.row_bytes = fx.Int64(fx.get_scalar(tensor.stride[0])) * tile.elem_bytes
+        self.K = K
+        self.row0 = row0
+
+        # Load i of thread t brings chunk t + i * WORKGROUP of the stage; a line is a power of two of chunks.
+        line = thread // tile.chunks_per_line
+        chunk = (thread % tile.chunks_per_line) ^ tile.key(line)
+        self.chunk_elem = chunk * tile.chunk_elems  # first element of this lane's chunks along a line
+        lines = [line + i * tile.lines_per_load for i in range(tile.loads)]
+        self.line_rows = [tile.source_row(at) for at in lines]
+        pitch = fx.Int32(self.row_bytes)
+        self.offsets = [row * pitch + self.chunk_elem * tile.elem_bytes for row in self.line_rows]
+        if not tile.k_contiguous:
+            # A chunk past the end of a row would read the next row; such columns are never stored, but what they
+            # read must not be outside the operand.
+            inside = self.chunk_elem < self.columns - row0
+            self.offsets = [select(inside, offset, OUT_OF_RANGE) for offset in self.offsets]
+
+    def step(self, k0):
+        """(Buffer, offsets) for the K step that starts at k0 (Int32, uniform); everything is zero from K on."""
+        tile = self.tile
+        size = tile.elem_bytes
+        if tile.k_contiguous:
+            first, start = self.row0, k0
+            used_rows = minimum(self.rows - self.row0, fx.Int32(tile.extent))
+            used_columns = self.columns - k0
+        else:
+            first, start = k0, self.row0
+            used_rows = minimum(self.rows - k0, fx.Int32(tile.tile_k))
+            used_columns = self.columns - self.row0
+        byte_offset = fx.Int64(first) * self.row_bytes + fx.Int64(start) * size
+        num_bytes = fx.Int64(used_rows - 1) * self.row_bytes + fx.Int64(used_columns) * size
+        num_bytes = (k0 < self.K).select(num_bytes, fx.Int64(0))
+        buffer = Buffer(self.tensor, byte_offset, num_bytes)
+        if not tile.k_contiguous:
+            return buffer, self.offsets
+        inside = self.chunk_elem < self.K - k0
+        return buffer, [select(inside, offset, OUT_OF_RANGE) for offset in self.offsets]
+
+
+def load_direct(source, lds, stage_offset, k0, wave):
+    """gfx950: one stage straight into LDS. Each wave issues tile.loads loads (vmcnt)."""
+    buffer, offsets = source.step(k0)
+    for i, offset in enumerate(offsets):
+        # 64 lanes x 16 bytes land contiguously; the swizzle is in which chunk each lane fetches.
+        wave_offset = stage_offset + (wave + i * (WORKGROUP // WAVE)) * (WAVE * CHUNK_BYTES)
+        buffer.load_to_lds(lds, wave_offset, offset)
+
+
+class Fragments:
+    """Reads one wave's fragments of an operand from a stage in LDS."""
+
+    def __init__(self, tile, fmt, first_row, count, lane):
+        """first_row: first row of the wave's part of the tile; count: fragments of 16 rows each."""
+        self.tile, self.fmt, self.count = tile, fmt, count
+        line = first_row + lane % MMA_M
+        slice_chunks = SLICE_K // tile.chunk_elems
+        self.bases = [
+            line * tile.line_bytes
+            + ((lane // MMA_M + s * slice_chunks) ^ tile.key(lane % MMA_M)) * CHUNK_BYTES
+            for s in range(tile.tile_k // SLICE_K)
+        ]
+
+    def read(self, lds, stage_offset, k_slice):
+        base = self.bases[k_slice] + stage_offset
+        step = MMA_M * self.tile.line_bytes
+        return [lds_read(lds, base + i * step, self.fmt.fragment_elems, self.fmt.dtype) for i in range(self.count)]

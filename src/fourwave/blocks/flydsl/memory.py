@@ -1,0 +1,143 @@
+"""Memory and synchronisation primitives of the CDNA kernels, as FlyDSL trace-time helpers.
+
+One place holds the low-level operations, so that kernels read as data movement:
+  Buffer       bounds-checked view of global memory (raw buffer resource): loads, stores, direct loads to LDS
+  lds_*        reads and writes at a byte offset inside LDS
+  wait_*       s_waitcnt with the count spelled by its meaning
+
+Every offset is in bytes. A buffer access at an offset that is not below num_bytes reads zeros and drops stores
+(AMD CDNA3 and CDNA4 ISA guides, buffer range checking, raw buffers: stride 0, no swizzle). Kernels use that for all
+masking: a lane that must not touch memory gets the offset OUT_OF_RANGE, so there are no branches. soffset stays 0,
+because whether it takes part in the range check differs between the guides.
+"""
+
+from flydsl import expr as fx
+from flydsl._mlir import ir
+from flydsl._mlir.dialects import llvm as _llvm
+from flydsl._mlir.dialects import rocdl as _rocdl
+from flydsl.expr import rocdl
+from flydsl.expr.meta import dsl_loc_tracing
+from flydsl.expr.typing import as_ir_value
+
+WAVE = 64  # lanes
+OUT_OF_RANGE = -(2**31)  # 0x8000_0000 as an unsigned offset; num_bytes never exceeds it
+MAX_BUFFER_BYTES = 2**31  # bytes one buffer resource may span, so that OUT_OF_RANGE is out of range
+
+# 32-bit raw data format, no swizzle, add-tid off: word 3 of the resource on gfx942 and gfx950.
+_RSRC_WORD3 = (7 << 12) | (4 << 15)
+
+
+def vector_type(count, dtype):
+    return ir.VectorType.get([count], dtype.ir_type)
+
+
+def _i32(value):
+    return as_ir_value(fx.Int32(value))
+
+
+def _global_ptr():
+    return ir.Type.parse("!llvm.ptr<1>")
+
+
+@dsl_loc_tracing
+def uniform(value):
+    """The same value, known to the compiler to be equal in all lanes of the wave (readfirstlane)."""
+    return fx.Int32(_rocdl.readfirstlane(fx.Int32.ir_type, as_ir_value(value)))
+
+
+@dsl_loc_tracing
+def select(condition, if_true, if_false):
+    return fx.Boolean(condition).select(fx.Int32(if_true), fx.Int32(if_false))
+
+
+def minimum(a, b):
+    """min of two signed integers of the same type."""
+    return (a < b).select(a, b)
+
+
+class Buffer:
+    """num_bytes of global memory from a 64-bit address; loads past the end give zeros, stores past it vanish."""
+
+    @dsl_loc_tracing
+    def __init__(self, tensor, byte_offset, num_bytes):
+        """tensor: kernel argument; byte_offset: Int64, uniform; num_bytes: Int64, uniform, 0 .. MAX_BUFFER_BYTES."""
+        self._base = fx.get_iter(tensor).llvm_ptr
+        base = _llvm.getelementptr(
+            _global_ptr(), self._base, [as_ir_value(fx.Int64(byte_offset))], [-(2**31)], fx.Int8.ir_type, None
+        )
+        self.rsrc = _rocdl.make_buffer_rsrc(
+            ir.Type.parse("!llvm.ptr<8>"),
+            base,
+            as_ir_value(fx.Int16(0)),
+            as_ir_value(fx.Int64(num_bytes)),
+            _i32(_RSRC_WORD3),
+        )
+
+    @dsl_loc_tracing
+    def load(self, offset, count, dtype):
+        """count elements of dtype per lane, in registers."""
+        result = vector_type(count, dtype) if count > 1 else dtype.ir_type
+        value = _rocdl.raw_ptr_buffer_load(result, self.rsrc, _i32(offset), _i32(0))
+        return fx.Vector(value) if count > 1 else fx.Vector.filled(1, dtype(value), dtype)
+
+    @dsl_loc_tracing
+    def store(self, value, offset):
+        """Store a Vector per lane; a one-element Vector is stored as its scalar."""
+        raw = as_ir_value(value[0]) if value.numel == 1 else as_ir_value(value)
+        _rocdl.raw_ptr_buffer_store(raw, self.rsrc, _i32(offset), _i32(0))
+
+    @dsl_loc_tracing
+    def load_to_lds(self, lds, lds_offset, offset):
+        """16 bytes per lane straight into LDS: lane l's land at lds_offset + 16 * l.
+
+        lds_offset must be uniform over the wave. The load counts in vmcnt; the compiler does not wait for it
+        (wait_loads does), and lanes that are out of range write zeros.
+        """
+        _rocdl.raw_ptr_buffer_load_async_lds(
+            self.rsrc, _lds_address(lds, lds_offset), _i32(16), _i32(offset), _i32(0), _i32(0)
+        )
+
+
+@dsl_loc_tracing
+def _lds_address(lds, byte_offset):
+    return _llvm.getelementptr(
+        ir.Type.parse("!llvm.ptr<3>"), lds.llvm_ptr, [_i32(byte_offset)], [-(2**31)], fx.Int8.ir_type, None
+    )
+
+
+@dsl_loc_tracing
+def lds_read(lds, byte_offset, count, dtype):
+    """count elements (16 bytes in all) per lane: ds_read_b128."""
+    assert count * dtype.width == 128, "aligned 16-byte reads only"
+    return fx.Vector(_llvm.LoadOp(vector_type(count, dtype), _lds_address(lds, byte_offset), alignment=16).result)
+
+
+@dsl_loc_tracing
+def lds_write(lds, byte_offset, value):
+    """16 bytes per lane: ds_write_b128. Raw barriers do not wait for it: wait_lds() first."""
+    _llvm.StoreOp(as_ir_value(value), _lds_address(lds, byte_offset), alignment=16)
+
+
+@dsl_loc_tracing
+def wait_loads(in_flight):
+    """Until at most in_flight of this wave's global loads and direct loads to LDS are outstanding, oldest first."""
+    assert 0 <= in_flight <= 63, "vmcnt has six bits"
+    rocdl.s_waitcnt(vmcnt=in_flight)
+
+
+@dsl_loc_tracing
+def wait_lds():
+    """Until all of this wave's LDS reads and writes are done."""
+    rocdl.s_waitcnt(lgkmcnt=0)
+
+
+@dsl_loc_tracing
+def barrier():
+    """Every wave of the workgroup arrives. Waits for no memory operation by itself (s_barrier on gfx942/gfx950)."""
+    _rocdl.s_barrier()
+
+
+@dsl_loc_tracing
+def keep_order():
+    """The compiler moves nothing across this point (llvm.amdgcn.sched.barrier 0). No instruction is issued."""
+    rocdl.sched_barrier(0)

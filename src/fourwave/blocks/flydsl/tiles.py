@@ -1,0 +1,183 @@
+"""LDS images of operand tiles: where each 16-byte chunk lies, and which banks a read touches. Host side.
+
+An operand tile has `extent` rows or columns of the output (tile_m or tile_n) and tile_k steps of the reduction.
+Its image in LDS keeps the memory order of the operand, so that global memory is read in 16-byte chunks:
+
+  k_contiguous      [extent][tile_k]   fragments are read with ds_read_b128
+  otherwise         [tile_k][extent]   fragments are read with transposing reads (gfx950) or after a transposing
+                                       write (gfx942)
+
+Two permutations make the reads free of bank conflicts without padding (a direct load to LDS cannot pad):
+  slots   the LDS line that holds a given row; lines that one read touches at once are consecutive
+  key     XORed onto the chunk index inside a line; spreads those lines over the banks
+
+All index functions take Python ints or FlyDSL integers alike (they use only + * & | ^ << >>).
+
+Lanes served together by one LDS cycle group, measured by others (not in AMD's guides):
+  ds_read_b128, gfx950  16 lanes over 64 banks: {0-3, 12-15, 20-27}, {4-11, 16-19, 28-31}, and both + 32
+                        (HipKittens, analysis/paper_experiments/phases)
+  ds_read_b128, gfx942  8 lanes over 32 banks: {0-3, 20-23}, {4-7, 16-19}, {8-11, 28-31}, {12-15, 24-27}, and + 32
+                        (lane groups measured on MI300 by the pyhip project; AMD's blog on CK-Tile LDS bank conflicts)
+  ds_write_b128         8 consecutive lanes (CK-Tile documentation, LDS bank conflicts)
+  ds_read_b64 on gfx950 32 consecutive lanes (HipKittens); the transposing form is taken to be the same
+"""
+
+from dataclasses import dataclass
+
+CHUNK_BYTES = 16  # bytes per lane of one global load
+WAVE = 64  # lanes
+WORKGROUP = 256  # threads: four waves
+LOAD_BYTES = WORKGROUP * CHUNK_BYTES  # bytes all four waves bring in with one load instruction each
+
+LDS_BYTES = {"gfx950": 160 * 1024, "gfx942": 64 * 1024}  # per workgroup
+LDS_BANKS = {"gfx950": 64, "gfx942": 32}  # 4 bytes wide each
+REGISTERS = 512  # 32-bit vector registers (VGPR + AGPR) per lane at one wave per SIMD
+
+
+def log2(value):
+    assert value > 0 and value & (value - 1) == 0, f"{value} is not a power of two"
+    return value.bit_length() - 1
+
+
+@dataclass(frozen=True)
+class OperandTile:
+    """One operand's tile of one pipeline stage. See the module docstring for the two layouts."""
+
+    extent: int  # elements of M or N
+    tile_k: int  # elements of K
+    k_contiguous: bool
+    elem_bytes: int
+    banks: int
+    interleave: bool = False  # see source_row
+
+    @property
+    def lines(self):
+        return self.extent if self.k_contiguous else self.tile_k
+
+    @property
+    def line_bytes(self):
+        return (self.tile_k if self.k_contiguous else self.extent) * self.elem_bytes
+
+    @property
+    def stage_bytes(self):
+        return self.lines * self.line_bytes
+
+    @property
+    def chunk_elems(self):
+        return CHUNK_BYTES // self.elem_bytes
+
+    @property
+    def chunks_per_line(self):
+        return self.line_bytes // CHUNK_BYTES
+
+    @property
+    def loads(self):
+        """16-byte loads per lane that fill one stage."""
+        return self.stage_bytes // LOAD_BYTES
+
+    @property
+    def lines_per_load(self):
+        """Lines that one load instruction of all four waves covers."""
+        return LOAD_BYTES // self.line_bytes
+
+    def problem(self):
+        """Why this tile cannot be laid out, or None."""
+        if self.stage_bytes % LOAD_BYTES:
+            return (
+                f"an operand tile of {self.extent} x {self.tile_k} has {self.stage_bytes} bytes; "
+                f"four waves load {LOAD_BYTES} at a time"
+            )
+        if self.line_bytes > LOAD_BYTES or self.line_bytes < 2 * CHUNK_BYTES:
+            return f"a line of {self.line_bytes} bytes in LDS; 32 to {LOAD_BYTES} are possible"
+        for size in (self.extent, self.tile_k):
+            if size & (size - 1):
+                return f"tile size {size} is not a power of two"
+        return None
+
+    # ---- global memory <-> lines -----------------------------------------------------------------------------
+
+    def source_row(self, line):
+        """Row of the tile (of M, N or, where K is not contiguous, of K) that LDS line `line` holds.
+
+        k_contiguous and interleave: lines 16..31 of each 32 hold rows 4-7, 12-15, 20-23, 28-31, and lines 0..15 the
+        others. A lane of a 16 x 16 result holds 4 consecutive rows of the first operand, so that two neighbouring
+        results give it 8 consecutive ones: 16 bytes of 16-bit output.
+        K not contiguous: bits 2 and 3 of k are swapped. One transposing read of half a wave touches k = 0-3 and
+        8-11 (or 4-7 and 12-15); the swap makes these eight lines consecutive.
+        """
+        if self.k_contiguous:
+            if not self.interleave:
+                return line
+            return (line & ~31) | ((line & 12) << 1) | ((line & 16) >> 2) | (line & 3)
+        return (line & ~12) | ((line & 4) << 1) | ((line & 8) >> 1)
+
+    # ---- swizzle ---------------------------------------------------------------------------------------------
+
+    def key(self, line):
+        """XORed onto the chunk index of every chunk in `line`. Depends on line % 16 only."""
+        if not self.k_contiguous:
+            return self._key_transposed(line)
+        chunks = self.chunks_per_line
+        if self.banks == 64:
+            # 16 lanes cover 16 lines and 64 banks are 16 chunks: all 16 must differ.
+            if chunks >= 16:
+                return line & 15
+            if chunks == 8:
+                return (line >> 1) & 7
+            if chunks == 4:
+                # 0, 2, 3, 1 for lines 0-3, 4-7, 8-11, 12-15: the middle two are read at another chunk (k group)
+                # than the outer two, so a plain count would collide with itself one chunk further.
+                return ((line >> 3) & 1) | (((line >> 1) ^ (line >> 2)) & 2)
+        else:
+            # 8 lanes cover 8 lines and 32 banks are 8 chunks.
+            if chunks >= 8:
+                return line & 7
+            if chunks == 4:
+                return (line >> 1) & 3
+        return line & 0
+
+    def _key_transposed(self, line):
+        # Half a wave reads eight consecutive lines, two neighbouring chunks of each; 64 banks are 8 such pairs.
+        pairs = self.chunks_per_line // 2
+        if pairs >= 8:
+            return (line & 7) << 1
+        if pairs == 4:
+            return ((line >> 1) & 3) << 1
+        if pairs == 2:
+            return ((line >> 2) & 1) << 1
+        return line & 0
+
+    # ---- bank model ------------------------------------------------------------------------------------------
+
+    def address(self, line, chunk):
+        """Byte offset of a 16-byte chunk (index before the swizzle) inside the stage."""
+        return line * self.line_bytes + ((chunk ^ self.key(line)) * CHUNK_BYTES)
+
+
+_READ_B128_LANES = {
+    64: [[*range(0, 4), *range(12, 16), *range(20, 28)], [*range(4, 12), *range(16, 20), *range(28, 32)]],
+    32: [
+        [*range(0, 4), *range(20, 24)],
+        [*range(4, 8), *range(16, 20)],
+        [*range(8, 12), *range(28, 32)],
+        [*range(12, 16), *range(24, 28)],
+    ],
+}
+
+
+def read_b128_groups(banks):
+    """Lane groups that ds_read_b128 serves together (module docstring)."""
+    groups = _READ_B128_LANES[banks]
+    return groups + [[lane + 32 for lane in group] for group in groups]
+
+
+def bank_conflicts(addresses, groups, access_bytes, banks):
+    """Extra LDS cycles of one instruction: addresses[lane] in bytes, lane groups that are served together."""
+    extra = 0
+    for group in groups:
+        per_bank = {}
+        for lane in group:
+            for word in range(addresses[lane] // 4, (addresses[lane] + access_bytes) // 4):
+                per_bank.setdefault(word % banks, set()).add(word)
+        extra += max(len(words) for words in per_bank.values()) - 1
+    return extra

@@ -1,0 +1,192 @@
+"""Four-wave GEMM for CDNA4 (gfx950): out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out).
+
+a        TN, NN: [M, K]; NT: [K, M]          bfloat16 or float16, inner stride 1, rows 16-byte aligned
+b        TN: [N, K]; NN, NT: [K, N]          as a
+out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
+bias     [N], optional
+
+Four waves of 64 lanes compute one tile_m x tile_n tile; each wave holds its share of the accumulator in registers for
+all of K. Operand tiles go from global memory straight to LDS (buffer_load_dwordx4 ... lds) in the operand's own
+memory order; the swizzle is in which chunk a lane fetches (blocks/flydsl/tiles.py). Where K is not contiguous,
+fragments are read with transposing LDS reads (ds_read_b64_tr_b16).
+
+Schedule, K step k, with num_stages LDS buffers per operand and num_slices = tile_k / 32:
+  slices 0 .. last - 1: read the next slice's fragments of tile k; multiply this slice's
+  last slice: all reads of tile k are back; wait until tile k + 1 has landed; barrier: in every wave
+              (tile k + 1 is complete, and the buffer of tile k is free)
+              issue the loads of tile k + num_stages into the buffer of tile k
+              read the first fragments of tile k + 1; multiply the last slice of tile k
+Fragments are thus always read one slice ahead, and num_stages - 1 tiles are in flight while one is multiplied. Tiles
+past K fetch nothing and land as zeros, so that the wait counts hold in the last steps as well.
+Every wave passes every barrier equally often, tails included.
+
+Limits  tails in M, N and K are handled; 16-byte alignment and the row stride limit are checked in config.py and amd.py.
+Source  operand layout of V_MFMA_F32_16X16X32_BF16, DS_READ_B64_TR_B16 and LDS loads: AMD CDNA4 ISA guide.
+"""
+
+from dataclasses import dataclass
+
+import flydsl.compiler as flyc
+from flydsl import expr as fx
+
+from fourwave.blocks.flydsl.epilogue import store_tile
+from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, load_direct
+from fourwave.blocks.flydsl.memory import barrier, keep_order, uniform, wait_lds, wait_loads
+from fourwave.blocks.flydsl.mma import MMA_M, MMA_N, SLICE_K, WaveMma
+from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
+from fourwave.blocks.flydsl.tiles import LDS_BANKS, WAVE, WORKGROUP, OperandTile
+
+ARCH = "gfx950"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Every size the kernel derives from a GemmConfig and a layout."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_stages: int
+    waves_m: int
+    waves_n: int
+    group_m: int
+    a: OperandTile
+    b: OperandTile
+
+    @property
+    def wave_tile_m(self):
+        return self.tile_m // self.waves_m
+
+    @property
+    def wave_tile_n(self):
+        return self.tile_n // self.waves_n
+
+    @property
+    def frags_m(self):
+        return self.wave_tile_m // MMA_M
+
+    @property
+    def frags_n(self):
+        return self.wave_tile_n // MMA_N
+
+    @property
+    def num_slices(self):
+        return self.tile_k // SLICE_K
+
+    @property
+    def loads_per_tile(self):
+        """Direct loads one wave issues per K step; each counts once in vmcnt."""
+        return self.a.loads + self.b.loads
+
+    @property
+    def interleave_n(self):
+        return self.b.interleave
+
+
+def geometry(config, layout, elem_bytes):
+    banks = LDS_BANKS[ARCH]
+    # Two neighbouring 16-column results are interleaved where a wave has pairs of them (tiles.source_row).
+    pairs = config.tile_n // config.waves_n % (2 * MMA_N) == 0
+    b_k_contiguous = layout == "TN"
+    return Geometry(
+        config.tile_m, config.tile_n, config.tile_k, config.num_stages, config.waves_m, config.waves_n, config.group_m,
+        a=OperandTile(config.tile_m, config.tile_k, layout != "NT", elem_bytes, banks),
+        b=OperandTile(config.tile_n, config.tile_k, b_k_contiguous, elem_bytes, banks, pairs and b_k_contiguous),
+    )  # fmt: skip
+
+
+def build(config, layout, fmt, epi):
+    """The launcher of one specialisation: a FlyDSL JIT function (a, b, out, bias, M, N, K, alpha, stream)."""
+    geo = geometry(config, layout, fmt.elem_bytes)
+
+    @fx.struct
+    class Storage:
+        a: fx.Array[fx.Uint8, geo.num_stages * geo.a.stage_bytes, 16]
+        b: fx.Array[fx.Uint8, geo.num_stages * geo.b.stage_bytes, 16]
+
+    @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
+    def gemm_cdna4(
+        a: fx.Tensor, b: fx.Tensor, out: fx.Tensor, bias: fx.Tensor,
+        M: fx.Int32, N: fx.Int32, K: fx.Int32, alpha: fx.Float32,
+    ):  # fmt: skip
+        thread = fx.Int32(fx.thread_idx.x)
+        lane = thread % WAVE
+        wave = uniform(thread // WAVE)
+        wave_m, wave_n = wave // geo.waves_n, wave % geo.waves_n
+        m_tile, n_tile = output_tile(
+            fx.Int32(fx.block_idx.x),
+            num_tiles(M, geo.tile_m),
+            num_tiles(N, geo.tile_n),
+            geo.group_m,
+        )
+        m0, n0 = m_tile * geo.tile_m, n_tile * geo.tile_n
+
+        lds = fx.SharedAllocator().allocate(Storage).peek()
+        lds_a, lds_b = lds.a.ptr, lds.b.ptr
+        global_a = GlobalTile(a, geo.a, m0, K, thread)
+        global_b = GlobalTile(b, geo.b, n0, K, thread)
+        fragments_a = Fragments(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
+        fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
+        mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n)
+
+        def issue_loads(tile_index, stage):
+            k0 = tile_index * geo.tile_k
+            load_direct(global_a, lds_a, stage * geo.a.stage_bytes, k0, wave)
+            load_direct(global_b, lds_b, stage * geo.b.stage_bytes, k0, wave)
+
+        def read_fragments(stage, k_slice):
+            return (
+                fragments_a.read(lds_a, stage * geo.a.stage_bytes, k_slice),
+                fragments_b.read(lds_b, stage * geo.b.stage_bytes, k_slice),
+            )
+
+        # Prologue: fill every stage; the first fragments once tile 0 has landed.
+        for stage in range(geo.num_stages):
+            issue_loads(fx.Int32(stage), stage)
+        wait_loads(in_flight=(geo.num_stages - 1) * geo.loads_per_tile)
+        barrier()
+        frag_a, frag_b = read_fragments(fx.Int32(0), 0)
+
+        # Main loop over K tiles. State: stage of tile k, the fragments of its first slice, the accumulators.
+        state = [fx.Int32(0)] + frag_a + frag_b + mma.zero()
+        for k_tile, state in range(fx.Int32(0), num_tiles(K, geo.tile_k), fx.Int32(1), init=state, unroll=1):
+            stage = fx.Int32(state[0])
+            values = [fx.Vector(value) for value in state[1:]]
+            frag_a = values[: geo.frags_m]
+            frag_b = values[geo.frags_m : geo.frags_m + geo.frags_n]
+            acc = values[geo.frags_m + geo.frags_n :]
+            next_stage = (stage == geo.num_stages - 1).select(fx.Int32(0), stage + 1)
+            for k_slice in fx.range_constexpr(geo.num_slices):
+                if fx.const_expr(k_slice < geo.num_slices - 1):
+                    next_a, next_b = read_fragments(stage, k_slice + 1)
+                else:
+                    wait_lds()
+                    # In flight: tiles k + 1 .. k + num_stages - 1. All but the oldest may stay so.
+                    wait_loads(in_flight=(geo.num_stages - 2) * geo.loads_per_tile)
+                    barrier()
+                    issue_loads(fx.Int32(k_tile) + geo.num_stages, stage)
+                    next_a, next_b = read_fragments(next_stage, 0)
+                acc = mma.step(frag_a, frag_b, acc)
+                frag_a, frag_b = next_a, next_b
+            # Keeps the compiler from moving the reads of tile k + 1 behind the multiplications, into the next step.
+            keep_order()
+            results = yield [next_stage] + frag_a + frag_b + acc
+
+        # Drain: only loads past K are left; they must not land in LDS that another workgroup may own by then.
+        wait_loads(in_flight=0)
+
+        # Epilogue.
+        acc = [fx.Vector(value) for value in results[1 + geo.frags_m + geo.frags_n :]]
+        store_tile(acc, epi, out, bias, alpha, m0, n0, M, N, geo, wave_m, wave_n, lane)
+
+    @flyc.jit
+    def launch_gemm_cdna4(
+        a: fx.Tensor, b: fx.Tensor, out: fx.Tensor, bias: fx.Tensor,
+        M: fx.Int32, N: fx.Int32, K: fx.Int32, alpha: fx.Float32, stream: fx.Stream = fx.Stream(None),
+    ):  # fmt: skip
+        tiles = num_tiles(M, geo.tile_m) * num_tiles(N, geo.tile_n)
+        gemm_cdna4(a, b, out, bias, M, N, K, alpha).launch(
+            grid=(tiles, 1, 1), block=(WORKGROUP, 1, 1), stream=stream
+        )
+
+    return launch_gemm_cdna4
