@@ -19,8 +19,8 @@ class GemmProblem:
     layout      "TN": a[M, K], b[N, K]    fprop, x @ w.T
                 "NN": a[M, K], b[K, N]    dgrad, dout @ w
                 "NT": a[K, M], b[K, N]    wgrad, dout.T @ x
-                The letters are BLAS's, for column-major readers: T is the operand whose K is contiguous on the left,
-                and N the one whose K is contiguous on the right.
+                The names are column-major BLAS's: its first letter is T when b is transposed here, its second
+                when a is.
     activation  None, "relu", "gelu" (erf), "gelu_tanh" or "silu"
     accumulate  the result is added to what `out` holds
     device_type "cpu" or "cuda" (which is also what PyTorch calls an AMD GPU)

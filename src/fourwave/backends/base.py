@@ -1,0 +1,60 @@
+"""What a backend answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from fourwave.ops.gemm.config import GemmConfig
+    from fourwave.ops.gemm.problem import GemmProblem
+
+
+@dataclass(frozen=True)
+class Description:
+    """How a backend would run a problem: for `fw.explain` and the dispatch log."""
+
+    kernel: str
+    arch: str | None = None
+    config: GemmConfig | None = None
+    reasons: list[str] = field(default_factory=list)
+
+
+class Backend(ABC):
+    """One way to run the operations. Stateless: one instance per name serves every call."""
+
+    name: str
+
+    @abstractmethod
+    def unavailable(self, arch: str | None = None) -> str | None:
+        """Why this backend cannot run anything here (for `arch`, where it has several), or None."""
+
+    @abstractmethod
+    def why_unsupported(self, problem: GemmProblem, config: GemmConfig | None) -> str | None:
+        """Why this backend cannot run this problem with this config (None: its own choice), or None."""
+
+    @abstractmethod
+    def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
+        """Kernel, architecture and config that `run_gemm` would use, with the reasons for the config."""
+
+    @abstractmethod
+    def run_gemm(
+        self,
+        problem: GemmProblem,
+        config: GemmConfig | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        alpha: float,
+    ) -> list[str]:
+        """Write act(alpha * op(a) @ op(b) + bias) (+ out) into out; return notes on what was done on the way.
+
+        a, b  2-D, stored as problem.layout says, inner stride 1, row stride >= the row's length, any storage offset
+        out   [M, N], likewise; shares no element with a, b or bias
+        bias  [N] contiguous, or None
+        M, N and K are at least 1.
+        """

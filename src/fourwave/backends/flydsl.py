@@ -1,0 +1,114 @@
+"""FlyDSL kernels on an AMD GPU, through PyTorch's ROCm build."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+
+from fourwave.backends import guard
+from fourwave.backends.base import Backend, Description
+
+if TYPE_CHECKING:
+    from fourwave.ops.gemm.config import GemmConfig
+    from fourwave.ops.gemm.problem import GemmProblem
+
+ARCHS = ("gfx942", "gfx950")
+FLYDSL_RANGE = ((0, 5), (0, 6))  # the range in pyproject.toml's extra `amd`: first version, first version past it
+
+
+@functools.lru_cache(maxsize=1)
+def flydsl_missing() -> str | None:
+    """Why FlyDSL cannot be used, from its metadata alone (nothing is imported), or None."""
+    if importlib.util.find_spec("flydsl") is None:
+        return "flydsl is not installed: pip install 'fourwave[amd]'"
+    version = importlib.metadata.version("flydsl")
+    parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    low, high = FLYDSL_RANGE
+    if not low <= parts < high:
+        wanted = f">={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+        return f"flydsl {version} is installed and {wanted} is needed: pip install 'fourwave[amd]'"
+    return None
+
+
+@functools.lru_cache(maxsize=16)
+def device_arch(index: int) -> str:
+    """Architecture of GPU `index` as ROCm names it, features cut off: "gfx950" of "gfx950:sramecc+:xnack-"."""
+    name = getattr(torch.cuda.get_device_properties(index), "gcnArchName", "")
+    return name.split(":")[0]
+
+
+@functools.lru_cache(maxsize=1)
+def _device_missing() -> str | None:
+    need = f"needs an AMD GPU ({' or '.join(ARCHS)}) and a ROCm build of PyTorch"
+    if torch.version.hip is None:
+        return f"{need}; this PyTorch ({torch.__version__}) has no ROCm support"
+    if not torch.cuda.is_available():
+        return f"{need}; PyTorch {torch.__version__} sees no GPU"
+    found = [device_arch(i) for i in range(torch.cuda.device_count())]
+    if not any(arch in ARCHS for arch in found):
+        return f"{need}; the GPUs here are {', '.join(found)}"
+    return None
+
+
+class FlyDSLBackend(Backend):
+    """The kernels in ops/*/cdna3.py and cdna4.py on the GPU that holds the operands."""
+
+    name = "flydsl"
+
+    def unavailable(self, arch: str | None = None) -> str | None:
+        missing = [why for why in (flydsl_missing(), guard.flydsl_conflict(), _device_missing()) if why]
+        if missing:
+            return "; ".join(missing)
+        if arch is not None and arch not in (device_arch(i) for i in range(torch.cuda.device_count())):
+            return f"no {arch} device"
+        return None
+
+    def _arch(self) -> str:
+        return device_arch(torch.cuda.current_device())
+
+    def why_unsupported(self, problem: GemmProblem, config: GemmConfig | None) -> str | None:
+        if problem.device_type != "cuda":
+            return f"the operands are on the {problem.device_type.upper()}, not on an AMD GPU"
+        arch = self._arch()
+        if arch not in ARCHS:
+            return f"the current device is {arch}; there are kernels for {', '.join(ARCHS)}"
+        from fourwave.ops.gemm import config as gemm_config
+
+        return gemm_config.why_unsupported(problem, config, arch)
+
+    def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
+        return describe_amd_gemm(problem, config, self._arch())
+
+    def run_gemm(
+        self,
+        problem: GemmProblem,
+        config: GemmConfig | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        alpha: float,
+    ) -> list[str]:
+        from fourwave.ops.gemm import amd
+        from fourwave.ops.gemm.config import default_config
+
+        arch = device_arch(a.device.index)
+        if config is None:
+            config = default_config(problem, arch)[0]
+        with torch.cuda.device(a.device):
+            return amd.run(problem, config, arch, a, b, out, bias=bias, alpha=alpha)
+
+
+def describe_amd_gemm(problem: GemmProblem, config: GemmConfig | None, arch: str) -> Description:
+    """Kernel file and config for `arch`; the same for a GPU and for the simulator."""
+    from fourwave.ops.gemm.config import default_config
+
+    reasons = ["config given by the caller"]
+    if config is None:
+        config, reasons = default_config(problem, arch)
+    kernel = {"gfx942": "ops/gemm/cdna3.py", "gfx950": "ops/gemm/cdna4.py"}[arch]
+    return Description(kernel=kernel, arch=arch, config=config, reasons=list(reasons))

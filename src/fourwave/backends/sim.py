@@ -1,0 +1,65 @@
+"""The FlyDSL kernels for AMD GPUs, executed on the CPU by fourwave.sim with all its checks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fourwave.backends import guard
+from fourwave.backends.base import Backend, Description
+from fourwave.backends.flydsl import ARCHS, describe_amd_gemm, flydsl_missing
+
+if TYPE_CHECKING:
+    from fourwave.ops.gemm.config import GemmConfig
+    from fourwave.ops.gemm.problem import GemmProblem
+
+
+class SimBackend(Backend):
+    """Simulated `arch`. A finding of the checkers raises fourwave.sim.SimulationError: no result comes with one."""
+
+    def __init__(self, arch: str) -> None:
+        if arch not in ARCHS:
+            raise ValueError(f"arch {arch!r}: the simulated architectures are {', '.join(ARCHS)}")
+        self.arch = arch
+        self.name = f"sim:{arch}"
+
+    def unavailable(self, arch: str | None = None) -> str | None:
+        if arch is not None and arch != self.arch:
+            return f"{self.name} simulates {self.arch}, not {arch}"
+        if why := flydsl_missing() or guard.flydsl_conflict():
+            return why
+        try:
+            from fourwave.sim import unavailable
+        except ImportError as error:
+            return f"the simulator cannot be imported: {error}"
+        return unavailable()
+
+    def why_unsupported(self, problem: GemmProblem, config: GemmConfig | None) -> str | None:
+        if problem.device_type != "cpu":
+            return "the simulator takes CPU tensors only"
+        from fourwave.ops.gemm import config as gemm_config
+
+        return gemm_config.why_unsupported(problem, config, self.arch)
+
+    def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
+        return describe_amd_gemm(problem, config, self.arch)
+
+    def run_gemm(
+        self,
+        problem: GemmProblem,
+        config: GemmConfig | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        alpha: float,
+    ) -> list[str]:
+        from fourwave import sim
+        from fourwave.ops.gemm import amd
+        from fourwave.ops.gemm.config import default_config
+
+        if config is None:
+            config = default_config(problem, self.arch)[0]
+        with sim.session(arch=self.arch, on_finding="raise"):
+            return amd.run(problem, config, self.arch, a, b, out, bias=bias, alpha=alpha)
