@@ -1,0 +1,90 @@
+"""`fourwave bench sim`: the simulator's own speed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from rich.markup import escape
+
+import fourwave as fw
+from fourwave.cli import console as out
+from fourwave.cli import names
+from fourwave.cli.doctor import cpu
+from fourwave.errors import BackendUnavailable
+from fourwave.ops.gemm.config import candidates
+
+TILE = 256
+SHAPE = (512, 512, 1024)  # M, N, K: 4 workgroups of 256 x 256
+
+
+def run_bench_sim(arch: str, repeats: int, json: Path | None) -> None:
+    (arch,) = names.archs([arch])
+    config = next(c for c in candidates(arch) if c.tile_m == c.tile_n == TILE)
+    M, N, K = SHAPE
+    torch.manual_seed(0)
+    a = torch.randn(M, K, dtype=torch.bfloat16)
+    b = torch.randn(N, K, dtype=torch.bfloat16)
+    backend = f"sim:{arch}"
+    walls: list[float] = []
+    launches: list[float] = []
+    with out.steps(f"bench sim {arch}") as steps:
+        steps.start(repeats + 1)
+        try:
+            result = fw.gemm(a, b, config=config, backend=backend)  # compiles
+        except BackendUnavailable as error:
+            out.fail(str(error))
+        steps.done()
+        from fourwave import sim
+
+        for _ in range(repeats):
+            sim.reset_report()
+            start = time.perf_counter()
+            again = fw.gemm(a, b, config=config, backend=backend)
+            walls.append(time.perf_counter() - start)
+            (launch,) = sim.current_report().launches
+            launches.append(launch.seconds)
+            workgroups = launch.workgroups
+            steps.done()
+            # A speed is only printed for a right result.
+            if not torch.equal(again, result):
+                out.fail("two launches of the same product differ", code=1)
+    exact = a.double() @ b.double().mT
+    error = (result.double() - exact).abs().max().item()
+    if not error <= 2.0**-7 * exact.abs().max().item():
+        out.fail(f"the product is wrong: largest error {error:.3g}", code=1)
+
+    console = out.stdout()
+    table = out.table(f"Simulator speed: {M}x{N}x{K} bf16 TN, {workgroups} workgroups of {TILE}x{TILE}x{K}, {arch}")
+    table.add_column("milliseconds per workgroup", no_wrap=True)
+    for heading in ("min", "median", "max"):
+        table.add_column(heading, justify="right")
+    rows = {"whole call of fw.gemm": walls, "launch in the simulator": launches}
+    for name, seconds in rows.items():
+        values = [s / workgroups * 1e3 for s in seconds]
+        table.add_row(name, *(f"{f(values):.1f}" for f in (min, statistics.median, max)))
+    console.print(table)
+    processor = cpu()
+    console.print(f"{repeats} launches after one that compiled; config {escape(str(config))}")
+    console.print(f"CPU: {escape(processor)}; torch threads: {torch.get_num_threads()}")
+    console.print("This is the speed of the simulator on this CPU. It is not the speed of any GPU.")
+    if json:
+        out.write_json(
+            json,
+            {
+                "what": "simulator speed on a CPU; not the speed of any GPU",
+                "arch": arch,
+                "shape": SHAPE,
+                "config": str(config),
+                "workgroups": workgroups,
+                "call_seconds": walls,
+                "launch_seconds": launches,
+                "median_seconds_per_workgroup": statistics.median(walls) / workgroups,
+                "cpu": processor,
+                "torch_threads": torch.get_num_threads(),
+                "fourwave": fw.__version__,
+                "torch": torch.__version__,
+            },
+        )

@@ -1,0 +1,84 @@
+"""`fourwave explain`: the selection for a call, or what its compiled kernel looks like."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.markup import escape
+
+from fourwave.backends import registry
+from fourwave.cli import console as out
+from fourwave.cli import names
+from fourwave.ops.gemm.api import explain_problem
+from fourwave.ops.gemm.problem import GemmProblem
+
+ISA_SHAPE = (4096, 4096, 4096)  # fills the chip: the largest tile
+
+
+def run_explain(
+    op: str,
+    M: int | None,
+    N: int | None,
+    K: int | None,
+    layout: str | None,
+    dtype: str,
+    out_dtype: str | None,
+    backend: str | None,
+    isa: bool,
+    archs: list[str],
+    json: Path | None,
+) -> None:
+    if op != "gemm":
+        out.fail(f"operation {op!r}: gemm is the only one so far")
+    given = [size for size in (M, N, K) if size is not None]
+    if len(given) not in (0, 3) or any(size < 0 for size in given):
+        out.fail("give M, N and K, none of them negative")
+    operands = names.dtype("--dtype", dtype)
+    result = operands if out_dtype is None else names.dtype("--out-dtype", out_dtype)
+    if isa:
+        from fourwave.cli.isa import show_isa
+
+        sizes = tuple(given) or ISA_SHAPE
+        problems = [
+            GemmProblem(*sizes, each, operands, operands, result) for each in names.layouts([layout] if layout else [])
+        ]
+        show_isa(problems, names.archs(archs), json)
+        return
+    if archs:
+        out.fail("--arch goes with --isa; name a simulated architecture as --backend sim:gfx942")
+    if not given:
+        out.fail("give M, N and K: fourwave explain gemm 4096 4096 4096")
+    (chosen,) = names.layouts([layout or "TN"])
+    on_gpu = registry.get("flydsl").unavailable() is None
+    problem = GemmProblem(
+        *given, chosen, operands, operands, result, device_type="cuda" if on_gpu and not _simulated(backend) else "cpu"
+    )
+    try:
+        explanation = explain_problem(problem, backend=backend)
+    except ValueError as error:
+        out.fail(str(error))
+    out.stdout().print(escape(str(explanation)), soft_wrap=True)
+    if json:
+        out.write_json(
+            json,
+            {
+                "problem": str(explanation.problem),
+                "requested": explanation.requested,
+                "source": explanation.source,
+                "backend": explanation.backend,
+                "kernel": explanation.kernel,
+                "arch": explanation.arch,
+                "config": None if explanation.config is None else str(explanation.config),
+                "reasons": explanation.reasons,
+                "rejected": explanation.rejected,
+                "notes": explanation.notes,
+                "error": None if explanation.error is None else str(explanation.error),
+            },
+        )
+    if explanation.error is not None:
+        raise typer.Exit(2)
+
+
+def _simulated(backend: str | None) -> bool:
+    return backend is not None and backend.partition(":")[0] == "sim"
