@@ -84,7 +84,9 @@ def gemm(
             a, b, trans_a, trans_b, out_dtype, bias, activation, alpha, accumulate, out, config, backend
         )  # fmt: skip
     if config is not None:
-        raise NotImplementedError("config is not supported with autograd or torch.compile: the operator has no such field")
+        raise NotImplementedError(
+            "config is not supported with autograd or torch.compile: the operator has no such field"
+        )
     if out is None:
         if accumulate:
             raise ValueError("accumulate=True adds to `out`, and no out was given")
@@ -204,9 +206,7 @@ def _result_shape(a: Tensor, b: Tensor, trans_a: bool, trans_b: bool) -> tuple[t
     return shape, k_a
 
 
-def _check_epilogue(
-    shape: tuple[int, ...], bias: Tensor | None, activation: str | None, device: torch.device
-) -> None:
+def _check_epilogue(shape: tuple[int, ...], bias: Tensor | None, activation: str | None, device: torch.device) -> None:
     if bias is not None:
         if bias.dim() != 1 or bias.shape[0] != shape[-1]:
             raise ValueError(f"bias is {tuple(bias.shape)}; it must be [N] = [{shape[-1]}]")
@@ -378,7 +378,9 @@ class Explanation:
                 lines.append(f"  config      {self.config}")
             lines += [f"              {reason}" for reason in self.reasons]
         lines += [f"  note        {note}" for note in self.notes]
-        lines += [f"  not {name:<8}{why}" if len(name) < 8 else f"  not {name} {why}" for name, why in self.rejected.items()]
+        lines += [
+            f"  not {name:<8}{why}" if len(name) < 8 else f"  not {name} {why}" for name, why in self.rejected.items()
+        ]
         return "\n".join(lines)
 
 
