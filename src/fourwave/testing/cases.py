@@ -98,11 +98,12 @@ class GemmCase:
         if self.accumulate:
             addend = torch.randn(self.shape.M, self.shape.N, generator=generator).to(device=device, dtype=out_dtype)
         out = buffers.poisoned(self.shape.M, self.shape.N, out_dtype, device, layout=self.out_view, addend=addend)
-        trans = {"trans_a": self.layout == "NT", "trans_b": self.layout == "TN"}
+        trans_a, trans_b = self.problem.trans_a, self.problem.trans_b
         gemm(
             a,
             b,
-            **trans,
+            trans_a=trans_a,
+            trans_b=trans_b,
             bias=bias,
             activation=self.activation,
             alpha=self.alpha,
@@ -111,12 +112,22 @@ class GemmCase:
             config=config,
             backend=backend,
         )
-        exact = gemm_reference(a, b, **trans, bias=bias, activation=self.activation, alpha=self.alpha, addend=addend)
+        exact = gemm_reference(
+            a,
+            b,
+            trans_a=trans_a,
+            trans_b=trans_b,
+            bias=bias,
+            activation=self.activation,
+            alpha=self.alpha,
+            addend=addend,
+        )
         bound = bounds.gemm_bound(
             a,
             b,
             out_dtype,
-            **trans,
+            trans_a=trans_a,
+            trans_b=trans_b,
             bias=bias,
             activation=self.activation,
             alpha=self.alpha,
