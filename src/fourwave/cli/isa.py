@@ -1,0 +1,123 @@
+"""`fourwave explain --isa`: registers, LDS, spills and main-loop instructions of compiled kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from fourwave.backends.flydsl import flydsl_missing
+from fourwave.cli import console as out
+from fourwave.ops.gemm.config import GemmConfig, default_config, why_unsupported
+
+if TYPE_CHECKING:
+    from fourwave.ops.gemm.problem import GemmProblem
+    from fourwave.perf.isa import CompiledKernel
+
+Compiled = tuple["GemmProblem", GemmConfig, "CompiledKernel"]
+
+
+def show_isa(problems: Sequence[GemmProblem], archs: Sequence[str], json: Path | None) -> None:
+    if reason := flydsl_missing():
+        out.fail(reason)
+    for arch in archs:
+        for problem in problems:
+            if problem.is_empty:
+                out.fail(f"{problem}: there is nothing to multiply, so no kernel")
+            if reason := why_unsupported(problem, None, arch):
+                out.fail(f"{problem} for {arch}: {reason}")
+    from fourwave.perf.isa import compile_isa
+
+    console = out.stdout()
+    spilled = []
+    record = []
+    with out.steps("compiling") as steps:
+        steps.start(len(archs) * len(problems))
+        tables: list[list[Compiled]] = []
+        for arch in archs:
+            compiled: list[Compiled] = []
+            for problem in problems:
+                config, _ = default_config(problem, arch)
+                kernel = compile_isa(problem, config, arch)
+                compiled.append((problem, config, kernel))
+                steps.done(f"{arch} {problem.layout}")
+            tables.append(compiled)
+    for arch, compiled in zip(archs, tables, strict=True):
+        show_kernels(console, arch, compiled)
+        for problem, config, kernel in compiled:
+            if kernel.vgpr_spills or kernel.sgpr_spills or kernel.scratch_bytes:
+                spilled.append(f"{arch} {problem.layout} {config}")
+            record.append(as_record(problem, config, kernel))
+    if json:
+        out.write_json(json, {"kernels": record})
+    for name in spilled:
+        console.print(f"[bold red]FAILED[/] {escape(name)} spills registers or uses scratch memory")
+    if spilled:
+        raise typer.Exit(1)
+
+
+def show_kernels(console: Console, arch: str, compiled: Sequence[Compiled]) -> None:
+    """One column per kernel. Counts are of the final assembly, one wave's."""
+    table = out.table(f"{compiled[0][2].name} for {arch}")
+    table.add_column("")
+    for problem, _, _ in compiled:
+        table.add_column(str(problem).removesuffix(f" on {problem.device_type}"), justify="right")
+
+    def row(name: str, cells: Sequence[str], end_section: bool = False) -> None:
+        table.add_row(name, *cells, end_section=end_section)
+
+    configs = [config for _, config, _ in compiled]
+    kernels = [kernel for _, _, kernel in compiled]
+    loops = [kernel.main_loop for kernel in kernels]
+    row("tile m x n x k", [f"{c.tile_m}x{c.tile_n}x{c.tile_k}" for c in configs])
+    row("waves m x n", [f"{c.waves_m}x{c.waves_n}" for c in configs])
+    row("LDS stages", [str(c.num_stages) for c in configs])
+    row("matrix instruction", [c.mma for c in configs], end_section=True)
+    row("vector registers (VGPR + AGPR)", [str(k.vgpr) for k in kernels])
+    row("  of them AGPR", [str(k.agpr) for k in kernels])
+    row("scalar registers (SGPR)", [str(k.sgpr) for k in kernels])
+    row("LDS bytes", [str(k.lds_bytes) for k in kernels])
+    row("spills, vector + scalar", [spills(k.vgpr_spills, k.sgpr_spills) for k in kernels])
+    row("scratch bytes", [str(k.scratch_bytes) for k in kernels], end_section=True)
+    row("main-loop step: K covered", [str(loop.k) for loop in loops])
+    row("MFMA", [str(loop.mfma) for loop in loops])
+    row("LDS reads", [by_name(loop.lds_reads) for loop in loops])
+    row("LDS writes", [by_name(loop.lds_writes) for loop in loops])
+    row("global loads to LDS", [str(loop.loads_to_lds) for loop in loops])
+    row("global loads to registers", [str(loop.loads) for loop in loops])
+    row("stores", [str(loop.stores) for loop in loops])
+    row("waits (s_waitcnt)", ["\n".join([str(len(loop.waits)), *waits(loop.waits)]) for loop in loops])
+    row("barriers", [str(loop.barriers) for loop in loops])
+    row("other vector / copies / scalar", [f"{loop.valu} / {loop.copies} / {loop.salu}" for loop in loops])
+    row("instructions in all", [str(loop.instructions) for loop in loops], end_section=True)
+    row("code object", [linked(k) for k in kernels])
+    console.print(table)
+
+
+def spills(vector: int, scalar: int) -> str:
+    text = f"{vector} + {scalar}"
+    return text if vector == scalar == 0 else f"[bold red]{text}[/]"
+
+
+def by_name(counts: dict[str, int]) -> str:
+    return "\n".join([str(sum(counts.values())), *(f"{count} {name}" for name, count in counts.items())])
+
+
+def waits(operands: Sequence[str]) -> list[str]:
+    """Equal waits together: "4 lgkmcnt(0)"."""
+    return [f"{operands.count(each)} {each}" for each in dict.fromkeys(operands)]
+
+
+def linked(kernel: CompiledKernel) -> str:
+    return f"{len(kernel.code_object)} bytes" if kernel.code_object is not None else escape(kernel.link_note)
+
+
+def as_record(problem: GemmProblem, config: GemmConfig, kernel: CompiledKernel) -> dict[str, object]:
+    record = asdict(kernel)
+    del record["text"], record["code_object"]
+    return {"problem": str(problem), "config": str(config), "linked": kernel.code_object is not None, **record}
