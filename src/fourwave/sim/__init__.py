@@ -1,0 +1,121 @@
+"""A simulator of FlyDSL kernels: what FlyDSL compiled runs on CPU tensors, and is checked harder than hardware can.
+
+    from fourwave import sim
+    with sim.session(arch="gfx950") as report:
+        my_flydsl_launcher(a, b, out)          # CPU tensors
+    assert not report.findings, report
+
+docs/simulator.md says what is modelled. Importing this module imports no DSL; opening a session imports FlyDSL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import native
+from .launch import CHECKS, Options
+from .lower import WAVE_SIZE, UnknownOperation
+from .report import Finding, Launch, Report, SimulationError
+
+ARCHS = tuple(WAVE_SIZE)
+
+
+@dataclass
+class Session:
+    """An open session: the arch FlyDSL compiles for, how launches are simulated, and the report they add to."""
+
+    arch: str
+    options: Options
+    on_finding: str
+    report: Report
+    tracked: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tells kernels compiled in this session from those compiled for a GPU or another arch."""
+        return ("sim", self.arch)
+
+    def track(self, *tensors: Any) -> None:
+        """Count CPU tensors that reach a kernel as raw pointers among the session's allocations."""
+        from .flydsl_hook import tensor_range
+
+        self.tracked += [tensor_range(t) for t in tensors]
+
+
+def unavailable(arch: str = "gfx950") -> str | None:
+    """Why kernels for `arch` cannot be simulated here, or None."""
+    if arch not in ARCHS:
+        return f"the simulator models {', '.join(ARCHS)}; {arch} is not among them"
+    if importlib.util.find_spec("flydsl") is None:
+        return "FlyDSL is not installed (pip install 'fourwave[amd]')"
+    return native.unavailable()
+
+
+@contextlib.contextmanager
+def session(
+    arch: str = "gfx950",
+    *,
+    checks: tuple[str, ...] = CHECKS,
+    completion: str = "late",
+    schedule: str = "forward",
+    threads: int | None = None,
+    on_finding: str = "record",
+    step_limit: int = 0,
+    count_bank_conflicts: bool = False,
+    workgroups: range | None = None,
+) -> Iterator[Report]:
+    """Run the FlyDSL launches of the block on the simulator, with CPU tensors, and yield the Report they add to.
+
+    arch        "gfx950" or "gfx942": what FlyDSL compiles for
+    checks      any of "memory", "init", "race", "wait", "barrier"
+    completion  when a copy to LDS lands: "late", at the wait that covers it, or "early", at once
+    schedule    order in which a workgroup's waves take turns: "forward", "reverse" or "random:SEED"
+    threads     host threads; None: all cores
+    on_finding  "record", or "raise": SimulationError at the end of the launch that had findings
+    step_limit  instructions a wave may run before the launch is stopped with a finding; 0: no limit
+    count_bank_conflicts   fill the counters lds_read_cycles and lds_read_cycles_ideal (slower)
+    workgroups  simulate only this range of the launch's linear workgroup ids (x fastest)
+    Raises ValueError for an option that is not one of these, RuntimeError if the simulator cannot run here.
+    """
+    if on_finding not in ("record", "raise"):
+        raise ValueError(f"on_finding={on_finding!r}; it can be 'record' or 'raise'")
+    options = Options(tuple(checks), completion, schedule, threads, step_limit, count_bank_conflicts, workgroups)
+    if reason := unavailable(arch):
+        raise ValueError(reason) if arch not in ARCHS else RuntimeError(reason)
+    from .flydsl_hook import enter
+
+    opened = Session(arch, options, on_finding, Report())
+    with enter(opened):
+        yield opened.report
+
+
+def active_session() -> Session | None:
+    """The innermost open session of this thread, or None."""
+    from .flydsl_hook import active
+
+    return active()
+
+
+_current = Report()
+
+
+def current_report() -> Report:
+    """What the `sim` backend has simulated in this process since reset_report()."""
+    return _current
+
+
+def reset_report() -> Report:
+    """Start a new process-wide report; returns the old one."""
+    global _current
+    old, _current = _current, Report()
+    return old
+
+
+__all__ = [
+    "ARCHS", "CHECKS", "Finding", "Launch", "Report", "Session", "SimulationError", "UnknownOperation", "active_session", "current_report",
+    "reset_report", "session", "unavailable",
+]  # fmt: skip

@@ -1,0 +1,945 @@
+/* The simulator's core: runs a lane program (ops.def) over every workgroup of a launch, on all host cores.
+ *
+ * A wave is W lanes; a register is W dwords, lane-contiguous, so one instruction is one vectorised loop. Waves of a workgroup take
+ * turns and change at barriers; workgroups are spread over host threads. Lanes that branch apart run one side after the other and
+ * meet again at the branch's immediate post-dominator, which program.py works out.
+ *
+ * Order is modelled, not only values (docs/simulator.md):
+ *   - A copy to LDS that a wait counter covers is queued at its issue and carried out when a wait reaches it (completion = late), so
+ *     that a missing wait leaves the old bytes and is reported.
+ *   - Every LDS dword remembers its last writer and this barrier interval's readers. Accesses of different waves, at least one a write,
+ *     with no barrier between them, or whose write no wait or fence had completed before that barrier, are a race.
+ *   - Every global access is checked against the launch's allocations.
+ * Addresses are those of the host: a kernel's tensors are the caller's CPU tensors.
+ */
+#include <math.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifndef W
+#define W 64
+#endif
+
+typedef uint32_t u32;
+typedef int32_t i32;
+typedef uint64_t u64;
+typedef int64_t i64;
+
+enum opcode {
+#define OP(NAME, SIGNATURE) OP_##NAME,
+#include "ops.def"
+#undef OP
+    OP_COUNT
+};
+
+/* Finding kinds, in the order of report.py's KINDS. */
+enum { F_MEMORY, F_INIT, F_RACE, F_WAIT, F_BARRIER, F_LIMIT };
+/* Checks that can be switched off, one bit each, same order. */
+
+typedef struct {
+    u64 lo, hi; /* [lo, hi) */
+    i32 writable, id;
+} Allocation;
+
+typedef struct {
+    i32 kind, line, other_line, wave, other_wave, lane, detail, pad;
+    u64 workgroup, address, count;
+} Finding;
+
+enum { C_INSTRUCTIONS, C_MFMA, C_LDS_READ_BYTES, C_LDS_WRITE_BYTES, C_GLOBAL_READ_BYTES, C_GLOBAL_WRITE_BYTES, C_COPY_BYTES,
+       C_BARRIERS, C_WAITS, C_LDS_READ_CYCLES, C_LDS_READ_IDEAL, C_COUNTERS = 16 };
+
+typedef struct {
+    const i32 *code;
+    i32 code_words, num_registers, num_constants, lds_bytes;
+    const u32 *constants;        /* registers 0 .. num_constants - 1, the same in every lane */
+    u32 grid[3], block[3];
+    const Allocation *allocations;
+    i32 num_allocations;
+    u32 checks;
+    i32 completion;              /* 0 late, 1 early */
+    i32 schedule;                /* 0 waves in order, 1 in reverse, else: a seed that orders them anew at every turn */
+    i32 num_threads;
+    u64 first_workgroup, num_workgroups;
+    u64 step_limit;              /* instructions a wave may run; 0: no limit */
+    i32 lds_banks;
+    /* out */
+    Finding *findings;
+    i32 max_findings, num_findings;
+    u64 counters[C_COUNTERS];
+    _Atomic u64 next, done;
+    _Atomic i32 stop;
+} Launch;
+
+/* ---- one dword of LDS, as the checkers see it ---- */
+typedef struct {
+    u32 write_seq;               /* the writer's count of LDS writes, or of copies where from_copy */
+    u32 read_epoch, readers;     /* readers: one bit a wave, valid in read_epoch only */
+    i32 write_line, read_line;
+    uint8_t writer, bytes, init, in_flight, from_copy;
+} Shadow;
+
+typedef struct {
+    u64 seq;
+    const uint8_t *source[W];    /* NULL: out of the buffer's range, zeros */
+    u64 lanes;
+    u32 lds;                     /* of lane 0 */
+    i32 bytes, line;
+} Copy;
+
+typedef struct { i32 pc, meet; u64 mask; } Path;
+
+#define MAX_COPIES 128
+#define MAX_PATHS 256
+#define MAX_WAVES 32
+
+typedef struct {
+    u32 *registers;
+    Path paths[MAX_PATHS];
+    i32 depth, pc;
+    u64 exec, full;
+    i32 state;                   /* 0 ready, 1 at a barrier, 2 ended */
+    i32 barrier_line;
+    u32 epoch;                   /* barriers passed */
+    u64 steps;
+    /* counters of outstanding work */
+    u64 vm_issued;
+    Copy *copies;                /* ring */
+    u32 copy_head, copy_count;
+    u32 lds_seq, lds_done, lds_published;    /* LDS instructions issued / known complete / complete at the last barrier */
+    u32 copy_seq, copy_done, copy_published; /* the same for copies into LDS */
+} Wave;
+
+typedef struct {
+    Launch *launch;
+    Wave waves[MAX_WAVES];
+    i32 num_waves;
+    uint8_t *lds;
+    Shadow *shadow;
+    u64 workgroup;
+    u32 group_id[3];
+    Finding *findings;
+    i32 num_findings;
+    u64 counters[C_COUNTERS];
+    const Allocation *last;
+    u64 random;
+} Group;
+
+static inline float as_float(u32 x) { float f; memcpy(&f, &x, 4); return f; }
+static inline u32 as_bits(float f) { u32 x; memcpy(&x, &f, 4); return x; }
+static inline double as_double(u32 lo, u32 hi) { u64 x = ((u64)hi << 32) | lo; double d; memcpy(&d, &x, 8); return d; }
+static inline u64 double_bits(double d) { u64 x; memcpy(&x, &d, 8); return x; }
+
+static inline float half_to_float(u32 h) {
+    u32 sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
+    if (exponent == 31) return as_float(sign | 0x7f800000u | (mantissa << 13));
+    if (exponent) return as_float(sign | ((exponent + 112) << 23) | (mantissa << 13));
+    float magnitude = (float)mantissa * 0x1p-24f;
+    return sign ? -magnitude : magnitude;
+}
+
+static inline u32 float_to_half(u32 x) { /* nearest even */
+    u32 sign = (x >> 16) & 0x8000u, magnitude = x & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return sign | 0x7e00u | ((magnitude >> 13) & 0x1ffu);
+    if (magnitude >= 0x477ff000u) return sign | 0x7c00u;
+    if (magnitude < 0x38800000u) { /* subnormal result: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits */
+        float shifted = as_float(magnitude) + 0.5f;
+        return sign | (as_bits(shifted) - 0x3f000000u);
+    }
+    u32 rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1);
+    return sign | ((rounded - 0x38000000u) >> 13);
+}
+
+static inline u32 float_to_half_rtz(u32 x) {
+    u32 sign = (x >> 16) & 0x8000u, magnitude = x & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return sign | 0x7e00u | ((magnitude >> 13) & 0x1ffu);
+    if (magnitude == 0x7f800000u) return sign | 0x7c00u;
+    if (magnitude >= 0x47800000u) return sign | 0x7bffu;
+    if (magnitude < 0x38800000u) {
+        u32 exponent = magnitude >> 23;
+        if (exponent < 103) return sign;
+        return sign | (((magnitude & 0x7fffffu) | 0x800000u) >> (126 - exponent));
+    }
+    return sign | ((magnitude - 0x38000000u) >> 13);
+}
+
+static inline u32 float_to_bfloat(u32 x) {
+    if ((x & 0x7fffffffu) > 0x7f800000u) return (x >> 16) | 0x40u;
+    return (x + 0x7fffu + ((x >> 16) & 1)) >> 16;
+}
+
+static void report(Group *g, i32 kind, i32 line, const Wave *w, i32 lane, u64 address, i32 other_wave, i32 other_line, i32 detail) {
+    Launch *L = g->launch;
+    if (!(L->checks >> kind & 1)) return;
+    for (i32 i = 0; i < g->num_findings; i++)
+        if (g->findings[i].kind == kind && g->findings[i].line == line && g->findings[i].other_line == other_line &&
+            g->findings[i].detail == detail) {
+            g->findings[i].count++;
+            return;
+        }
+    if (g->num_findings >= L->max_findings) return;
+    g->findings[g->num_findings++] = (Finding){kind, line, other_line, (i32)(w - g->waves), other_wave, lane, detail, 0,
+                                               g->workgroup, address, 1};
+}
+
+/* ---- global memory ---- */
+static inline int allowed(Group *g, u64 address, u32 bytes, int write) {
+    const Allocation *a = g->last;
+    if (!(a && address >= a->lo && address + bytes <= a->hi)) {
+        Launch *L = g->launch;
+        i32 lo = 0, hi = L->num_allocations;
+        while (lo < hi) {
+            i32 middle = (lo + hi) / 2;
+            if (L->allocations[middle].lo <= address) lo = middle + 1; else hi = middle;
+        }
+        if (!lo) return 0;
+        a = &L->allocations[lo - 1];
+        if (address + bytes > a->hi || address + bytes < address) return 0;
+        g->last = a;
+    }
+    return !write || a->writable;
+}
+
+/* ---- LDS with its checkers ---- */
+static inline void lds_read_check(Group *g, Wave *w, u32 address, u32 bytes, i32 lane, i32 line) {
+    u32 wave = (u32)(w - g->waves), bit = 1u << wave, end = address + bytes;
+    for (u32 at = address & ~3u; at < end; at += 4) {
+        Shadow *s = &g->shadow[at >> 2];
+        u32 first = at < address ? address - at : 0, last = end - at < 4 ? end - at : 4;
+        u32 mask = (15u << first) & (15u >> (4 - last));
+        if (__builtin_expect(s->in_flight, 0))
+            report(g, F_WAIT, line, w, lane, at, s->writer, s->write_line, wave != s->writer);
+        else if (s->writer != wave && (s->bytes & mask) &&
+                 (i32)(s->write_seq - (s->from_copy ? g->waves[s->writer].copy_published : g->waves[s->writer].lds_published)) > 0)
+            report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, 0);
+        if ((s->init & mask) != mask && !s->in_flight) report(g, F_INIT, line, w, lane, at, -1, -1, 0);
+        if (s->read_epoch != w->epoch) { s->read_epoch = w->epoch; s->readers = 0; }
+        s->readers |= bit;
+        s->read_line = line;
+    }
+}
+
+static inline void lds_write_check(Group *g, Wave *w, u32 address, u32 bytes, i32 lane, i32 line, int copy) {
+    u32 wave = (u32)(w - g->waves), bit = 1u << wave, end = address + bytes;
+    for (u32 at = address & ~3u; at < end; at += 4) {
+        Shadow *s = &g->shadow[at >> 2];
+        u32 first = at < address ? address - at : 0, last = end - at < 4 ? end - at : 4;
+        u32 mask = (15u << first) & (15u >> (4 - last));
+        if (s->in_flight)
+            report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, 2);
+        else {
+            if (s->read_epoch == w->epoch && (s->readers & ~bit))
+                report(g, F_RACE, line, w, lane, at, __builtin_ctz(s->readers & ~bit), s->read_line, 1);
+            if (s->writer != wave && (s->bytes & mask) &&
+                (i32)(s->write_seq - (s->from_copy ? g->waves[s->writer].copy_published : g->waves[s->writer].lds_published)) > 0)
+                report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, 2);
+        }
+        /* bytes of an earlier write by this wave in the same dword stay its own */
+        if (s->writer == wave && s->from_copy == copy) s->bytes |= mask; else s->bytes = mask;
+        s->writer = wave;
+        s->write_line = line;
+        s->from_copy = copy;
+        s->write_seq = copy ? w->copy_seq : w->lds_seq;
+        s->in_flight = copy;
+        s->init |= mask;
+    }
+}
+
+static void land(Group *g, Wave *w, Copy *c) {
+    for (i32 lane = 0; lane < W; lane++) {
+        if (!(c->lanes >> lane & 1)) continue;
+        u32 at = c->lds + (u32)(lane * c->bytes);
+        if (c->source[lane]) memcpy(g->lds + at, c->source[lane], c->bytes); else memset(g->lds + at, 0, c->bytes);
+        for (i32 b = 0; b < c->bytes; b += 4) g->shadow[(at + b) >> 2].in_flight = 0;
+    }
+    w->copy_done++;
+}
+
+/* Complete all but the newest `outstanding` vector-memory operations of the wave. */
+static void wait_vm(Group *g, Wave *w, u64 outstanding) {
+    while (w->copy_count) {
+        Copy *c = &w->copies[w->copy_head];
+        if (c->seq + outstanding > w->vm_issued) break;
+        land(g, w, c);
+        w->copy_head = (w->copy_head + 1) % MAX_COPIES;
+        w->copy_count--;
+    }
+}
+
+static void issue_copy(Group *g, Wave *w, const uint8_t **source, u64 lanes, u32 lds, i32 bytes, i32 line) {
+    Launch *L = g->launch;
+    if (w->copy_count == MAX_COPIES) wait_vm(g, w, w->vm_issued - w->copies[w->copy_head].seq);
+    w->vm_issued++;
+    w->copy_seq++;
+    Copy *c = &w->copies[(w->copy_head + w->copy_count) % MAX_COPIES];
+    c->seq = w->vm_issued; c->lanes = 0; c->lds = lds; c->bytes = bytes; c->line = line;
+    for (i32 lane = 0; lane < W; lane++) {
+        if (!(lanes >> lane & 1)) continue;
+        u32 at = lds + (u32)(lane * bytes);
+        if (at + bytes > (u32)L->lds_bytes || at + bytes < at) { report(g, F_MEMORY, line, w, lane, at, -1, -1, 2); continue; }
+        lds_write_check(g, w, at, bytes, lane, line, 1);
+        c->lanes |= 1ull << lane;
+        c->source[lane] = source[lane];
+        g->counters[C_COPY_BYTES] += bytes;
+    }
+    w->copy_count++;
+    /* vmcnt holds six bits: the 64th operation waits for the first (CDNA3 ISA, section 4.4, s_waitcnt). */
+    wait_vm(g, w, 63);
+    if (L->completion == 1) wait_vm(g, w, 0);
+}
+
+/* Lanes of a 16-byte LDS read are served in groups; count the cycles a group needs (banks are 4 bytes wide) and the least possible. */
+static void count_banks(Group *g, const u32 *address, u64 exec, i32 bytes) {
+    i32 banks = g->launch->lds_banks, per_cycle = banks * 4 / bytes; /* 0 banks: not counted */
+    if (!banks || bytes < 4) return;
+    if (per_cycle > W) per_cycle = W;
+    u32 rows[64][W]; /* distinct bank rows seen, per bank */
+    for (i32 first = 0; first < W; first += per_cycle) {
+        uint8_t depth[64] = {0};
+        i32 worst = 0;
+        for (i32 lane = first; lane < first + per_cycle; lane++) {
+            if (!(exec >> lane & 1)) continue;
+            for (i32 b = 0; b < bytes; b += 4) {
+                u32 word = (address[lane] + b) >> 2, bank = word % banks, row = word / banks;
+                i32 i = 0;
+                while (i < depth[bank] && rows[bank][i] != row) i++;
+                if (i == depth[bank]) { rows[bank][i] = row; depth[bank]++; if (depth[bank] > worst) worst = depth[bank]; }
+            }
+        }
+        g->counters[C_LDS_READ_CYCLES] += worst;
+        g->counters[C_LDS_READ_IDEAL] += worst ? 1 : 0;
+    }
+}
+
+/* ---- the matrix unit ----
+ * D = A B + C. A lane holds `per_lane` consecutive k of one row of A (column of B): row lane % m, k from per_lane * (lane / m).
+ * D: 16x16, register i of a lane is row 4 * (lane / 16) + i, column lane % 16; 32x32, row 8 * (i / 4) + 4 * (lane / 32) + i % 4,
+ * column lane % 32. Source: AMD CDNA3 ISA guide, section 7.1 (matrix fused multiply add), CDNA4 ISA guide for the doubled K;
+ * tests/sim/test_mfma.py holds the independent tables.
+ * Products of fp16 and bf16 are exact in fp32; they are added one k after another in fp32, nearest even. The guides do not state the order.
+ */
+enum { T_F32, T_F16, T_BF16 };
+
+static inline void decode(float *out, const u32 *const *in, int m, int k, int type, int dwords) {
+    (void)k;
+    for (int group = 0; group < W / m; group++)
+        for (int v = 0; v < dwords; v++) {
+            const u32 *source = in[v] + group * m;
+            if (type == T_F32) {
+                float *o = out + (group * dwords + v) * m;
+                for (int x = 0; x < m; x++) o[x] = as_float(source[x]);
+            } else {
+                float *o = out + (group * dwords + v) * 2 * m;
+                if (type == T_BF16) {
+#pragma GCC ivdep
+                    for (int x = 0; x < m; x++) { o[x] = as_float(source[x] << 16); o[m + x] = as_float(source[x] & 0xffff0000u); }
+                } else
+                    for (int x = 0; x < m; x++) { o[x] = half_to_float(source[x] & 0xffff); o[m + x] = half_to_float(source[x] >> 16); }
+            }
+        }
+}
+
+typedef float v16 __attribute__((vector_size(64)));
+static inline v16 splat(float f) { return (v16){f, f, f, f, f, f, f, f, f, f, f, f, f, f, f, f}; }
+
+static void mfma(const u32 *const *a, const u32 *const *b, const u32 *const *c, u32 *const *d, int m, int k, int type, int dwords) {
+    float fa[64 * 32] __attribute__((aligned(64))), fb[64 * 32] __attribute__((aligned(64)));
+    decode(fa, a, m, k, type, dwords); /* [k][row] */
+    decode(fb, b, m, k, type, dwords); /* [k][column] */
+    if (m == 16) {
+        v16 acc[16];
+        for (int i = 0; i < 16; i++) { float row[16]; memcpy(row, c[i % 4] + 16 * (i / 4), 64); memcpy(&acc[i], row, 64); }
+        for (int kk = 0; kk < k; kk++) {
+            v16 column; memcpy(&column, fb + 16 * kk, 64);
+            const float *av = fa + 16 * kk;
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++) acc[i] = splat(av[i]) * column + acc[i];
+        }
+        for (int i = 0; i < 16; i++) memcpy(d[i % 4] + 16 * (i / 4), &acc[i], 64);
+    } else {
+        v16 out[16][4]; /* by register and half-column, so that d may be c */
+        for (int half = 0; half < 2; half++)
+            for (int block = 0; block < 2; block++) { /* 16 rows at a time */
+                v16 acc[16];
+                for (int i = 0; i < 16; i++) {
+                    int row = 16 * block + i, reg = 4 * (row / 8) + row % 4, lanes = 32 * ((row / 4) % 2) + 16 * half;
+                    memcpy(&acc[i], c[reg] + lanes, 64);
+                }
+                for (int kk = 0; kk < k; kk++) {
+                    v16 column; memcpy(&column, fb + 32 * kk + 16 * half, 64);
+                    const float *av = fa + 32 * kk + 16 * block;
+#pragma GCC unroll 16
+                    for (int i = 0; i < 16; i++) acc[i] = splat(av[i]) * column + acc[i];
+                }
+                for (int i = 0; i < 16; i++) {
+                    int row = 16 * block + i, reg = 4 * (row / 8) + row % 4;
+                    memcpy(&out[reg][2 * ((row / 4) % 2) + half], &acc[i], 64);
+                }
+            }
+        for (int reg = 0; reg < 16; reg++)
+            for (int part = 0; part < 4; part++) memcpy(d[reg] + 16 * part, &out[reg][part], 64);
+    }
+}
+
+enum { U_NEG, U_ABS, U_SQRT, U_RCP, U_RSQ, U_EXP2, U_LOG2, U_EXP, U_LOG, U_SIN, U_COS, U_TANH, U_FLOOR, U_CEIL, U_TRUNC, U_RINT, U_ROUND, U_ERF, U_FRACT };
+
+static float unary(i32 which, float x) {
+    switch (which) {
+    case U_SQRT: return sqrtf(x);
+    case U_RCP: return 1.0f / x;
+    case U_RSQ: return (float)(1.0 / sqrt((double)x));
+    case U_EXP2: return exp2f(x);
+    case U_LOG2: return log2f(x);
+    case U_EXP: return expf(x);
+    case U_LOG: return logf(x);
+    case U_SIN: return sinf(x);
+    case U_COS: return cosf(x);
+    case U_TANH: return tanhf(x);
+    case U_FLOOR: return floorf(x);
+    case U_CEIL: return ceilf(x);
+    case U_TRUNC: return truncf(x);
+    case U_RINT: return rintf(x);
+    case U_ROUND: return roundf(x);
+    case U_ERF: return erff(x);
+    case U_FRACT: return x - floorf(x);
+    }
+    return x;
+}
+
+static inline float maxnum(float a, float b) { return a != a ? b : b != b ? a : (a > b || (a == b && !signbit(a))) ? a : b; }
+static inline float minnum(float a, float b) { return a != a ? b : b != b ? a : (a < b || (a == b && signbit(a))) ? a : b; }
+static inline int compare_bits(double a, double b) { return a == b ? 1 : a > b ? 2 : a < b ? 4 : 8; }
+
+static inline u32 to_i32(double x) { return x != x ? 0 : x >= 2147483647.0 ? 0x7fffffffu : x <= -2147483648.0 ? 0x80000000u : (u32)(i32)x; }
+static inline u32 to_u32(double x) { return x != x || x <= 0 ? 0 : x >= 4294967295.0 ? 0xffffffffu : (u32)x; }
+static inline u64 to_i64(double x) { return x != x ? 0 : x >= 0x1p63 ? INT64_MAX : x <= -0x1p63 ? (u64)INT64_MIN : (u64)(i64)x; }
+static inline u64 to_u64(double x) { return x != x || x <= 0 ? 0 : x >= 0x1p64 ? UINT64_MAX : (u64)x; }
+
+static inline u32 perm_byte(u64 both, u32 select) { /* V_PERM_B32, CDNA3 ISA guide, VOP3A opcodes */
+    if (select >= 13) return 0xff;
+    if (select == 12) return 0;
+    if (select >= 8) return (both >> (16 * (select - 8) + 15) & 1) ? 0xff : 0;
+    return both >> (8 * select) & 0xff;
+}
+
+#define R(word) (reg + (size_t)(word) * W)
+#define EACH(BODY)                                                                    \
+    do {                                                                              \
+        if (exec == full) {                                                           \
+            _Pragma("GCC ivdep") for (int l = 0; l < W; l++) { BODY; }                \
+        } else {                                                                      \
+            for (int l = 0; l < W; l++) if (exec >> l & 1) { BODY; }                  \
+        }                                                                             \
+    } while (0)
+#define BINARY(NAME, EXPR)                                                            \
+    case OP_##NAME: { u32 *d = R(p[2]); const u32 *a = R(p[3]), *b = R(p[4]); EACH(d[l] = (EXPR)); p += 5; break; }
+#define UNARY_(NAME, EXPR)                                                            \
+    case OP_##NAME: { u32 *d = R(p[2]); const u32 *a = R(p[3]); EACH(d[l] = (EXPR)); p += 4; break; }
+#define WIDE(NAME, EXPR)                                                              \
+    case OP_##NAME: {                                                                 \
+        u32 *dl = R(p[2]), *dh = R(p[3]);                                             \
+        const u32 *al = R(p[4]), *ah = R(p[5]), *bl = R(p[6]), *bh = R(p[7]);         \
+        EACH(u64 x = ((u64)ah[l] << 32) | al[l]; u64 y = ((u64)bh[l] << 32) | bl[l];  \
+             u64 z = (u64)(EXPR); dl[l] = (u32)z; dh[l] = (u32)(z >> 32));            \
+        p += 8; break; }
+#define WIDE_COMPARE(NAME, EXPR)                                                      \
+    case OP_##NAME: {                                                                 \
+        u32 *d = R(p[2]);                                                             \
+        const u32 *al = R(p[3]), *ah = R(p[4]), *bl = R(p[5]), *bh = R(p[6]);         \
+        EACH(u64 x = ((u64)ah[l] << 32) | al[l]; u64 y = ((u64)bh[l] << 32) | bl[l]; d[l] = (EXPR)); \
+        p += 7; break; }
+#define DOUBLE(NAME, EXPR)                                                            \
+    case OP_##NAME: {                                                                 \
+        u32 *dl = R(p[2]), *dh = R(p[3]);                                             \
+        const u32 *al = R(p[4]), *ah = R(p[5]), *bl = R(p[6]), *bh = R(p[7]);         \
+        EACH(double x = as_double(al[l], ah[l]); double y = as_double(bl[l], bh[l]);  \
+             u64 z = double_bits(EXPR); dl[l] = (u32)z; dh[l] = (u32)(z >> 32));      \
+        p += 8; break; }
+#define FLOAT2(EXPR) (as_bits(({ float x = as_float(a[l]), y = as_float(b[l]); EXPR; })))
+
+static inline void load_dwords(u32 *const *d, i32 n, i32 lane, const uint8_t *source, i32 bytes) {
+    if (bytes >= 4)
+        for (i32 i = 0; i < n; i++) memcpy(&d[i][lane], source + 4 * i, 4);
+    else {
+        u32 value = 0;
+        memcpy(&value, source, bytes);
+        d[0][lane] = value;
+    }
+}
+
+#define POISON 0xffffffffu
+
+/* Run a wave until it reaches a barrier or its end. */
+static void run_wave(Group *g, Wave *w) {
+    Launch *L = g->launch;
+    const i32 *code = L->code, *p = code + w->pc;
+    u32 *reg = w->registers;
+    u64 exec = w->exec, steps = 0;
+    const u64 full = W == 64 ? ~0ull : 0xffffffffull;
+    u32 *dest[64];
+    const u32 *src[3][64];
+
+    for (;;) {
+        steps++;
+        i32 line = p[1];
+        switch (p[0]) {
+        case OP_END:
+            if (w->depth > 1) { /* other lanes still have a way to go */
+                u64 gone = exec;
+                w->depth--;
+                for (i32 i = 0; i < w->depth; i++) w->paths[i].mask &= ~gone;
+                while (w->depth > 1 && !w->paths[w->depth - 1].mask) w->depth--;
+                exec = w->paths[w->depth - 1].mask;
+                if (exec && w->paths[w->depth - 1].pc >= 0) { p = code + w->paths[w->depth - 1].pc; break; }
+            }
+            w->state = 2;
+            goto leave;
+        case OP_JUMP: p = code + p[2];
+            if (L->step_limit && w->steps + steps > L->step_limit) { report(g, F_LIMIT, line, w, 0, 0, -1, -1, 0); w->state = 2; atomic_store(&L->stop, 1); goto leave; }
+            break;
+        case OP_BRANCH: {
+            const u32 *c = R(p[2]);
+            u64 taken = 0;
+            for (int l = 0; l < W; l++) taken |= (u64)(c[l] & 1) << l;
+            taken &= exec;
+            u64 other = exec & ~taken;
+            if (L->step_limit && w->steps + steps > L->step_limit) { report(g, F_LIMIT, line, w, 0, 0, -1, -1, 0); w->state = 2; atomic_store(&L->stop, 1); goto leave; }
+            if (!other) { p = code + p[3]; break; }
+            if (!taken) { p = code + p[4]; break; }
+            i32 yes = p[3], no = p[4], meet = p[5];
+            Path *top = &w->paths[w->depth - 1];
+            if (w->depth + 2 >= MAX_PATHS) { report(g, F_LIMIT, line, w, 0, 0, -1, -1, 1); w->state = 2; atomic_store(&L->stop, 1); goto leave; }
+            if (top->meet == meet && meet >= 0 && (yes == meet || no == meet)) {
+                /* lanes that leave a loop wait in the entry below, which already resumes at the meeting point */
+                exec = yes == meet ? other : taken;
+                top->mask = exec;
+                p = code + (yes == meet ? no : yes);
+                break;
+            }
+            top->pc = meet; /* with its mask, resumes when both sides have arrived */
+            if (no != meet) w->paths[w->depth++] = (Path){no, meet, other};
+            if (yes != meet) w->paths[w->depth++] = (Path){yes, meet, taken};
+            top = &w->paths[w->depth - 1];
+            exec = top->mask;
+            p = code + top->pc;
+            break;
+        }
+        case OP_JOIN: {
+            i32 here = (i32)(p - code);
+            p += 2;
+            while (w->depth > 1 && w->paths[w->depth - 1].meet == here) { /* this side has arrived */
+                Path *next = &w->paths[--w->depth - 1];
+                exec = next->mask;
+                if (next->pc != here) { p = code + next->pc; break; } /* the other side, not run yet */
+            }
+            break;
+        }
+        case OP_UNREACHABLE: report(g, F_BARRIER, line, w, 0, 0, -1, -1, 3); w->state = 2; goto leave;
+        case OP_MOVN: {
+            i32 n = p[2];
+            const i32 *q = p + 3;
+            if (exec == full)
+                for (i32 i = 0; i < n; i++, q += 2) memcpy(R(q[0]), R(q[1]), 4 * W);
+            else
+                for (i32 i = 0; i < n; i++, q += 2) {
+                    u32 *d = R(q[0]); const u32 *a = R(q[1]);
+                    for (int l = 0; l < W; l++) if (exec >> l & 1) d[l] = a[l];
+                }
+            p = q;
+            break;
+        }
+        BINARY(ADD, a[l] + b[l]) BINARY(SUB, a[l] - b[l]) BINARY(MUL, a[l] * b[l])
+        BINARY(AND, a[l] & b[l]) BINARY(OR, a[l] | b[l]) BINARY(XOR, a[l] ^ b[l])
+        BINARY(SHL, b[l] < 32 ? a[l] << (b[l] & 31) : 0) BINARY(LSHR, b[l] < 32 ? a[l] >> (b[l] & 31) : 0)
+        BINARY(ASHR, (u32)((i32)a[l] >> (b[l] < 32 ? b[l] : 31)))
+        BINARY(UDIV, b[l] ? a[l] / b[l] : POISON) BINARY(UREM, b[l] ? a[l] % b[l] : POISON)
+        BINARY(SDIV, b[l] ? (u32)((i64)(i32)a[l] / (i32)b[l]) : POISON) BINARY(SREM, b[l] ? (u32)((i64)(i32)a[l] % (i32)b[l]) : POISON)
+        BINARY(SMIN, (i32)a[l] < (i32)b[l] ? a[l] : b[l]) BINARY(SMAX, (i32)a[l] > (i32)b[l] ? a[l] : b[l])
+        BINARY(UMIN, a[l] < b[l] ? a[l] : b[l]) BINARY(UMAX, a[l] > b[l] ? a[l] : b[l])
+        BINARY(UMULH, (u32)(((u64)a[l] * b[l]) >> 32)) BINARY(SMULH, (u32)(((i64)(i32)a[l] * (i32)b[l]) >> 32))
+        BINARY(EQ, a[l] == b[l]) BINARY(NE, a[l] != b[l]) BINARY(SLT, (i32)a[l] < (i32)b[l]) BINARY(SLE, (i32)a[l] <= (i32)b[l])
+        BINARY(ULT, a[l] < b[l]) BINARY(ULE, a[l] <= b[l])
+        case OP_SELECT: { u32 *d = R(p[2]); const u32 *c = R(p[3]), *a = R(p[4]), *b = R(p[5]); EACH(d[l] = c[l] ? a[l] : b[l]); p += 6; break; }
+        case OP_EXTRACT: { u32 *d = R(p[2]); const u32 *a = R(p[3]); u32 s = p[4], m = p[5]; EACH(d[l] = (a[l] >> s) & m); p += 6; break; }
+        case OP_SEXTRACT: { u32 *d = R(p[2]); const u32 *a = R(p[3]); u32 s = p[4], m = p[5]; EACH(d[l] = (u32)((i32)(a[l] << s) >> m)); p += 6; break; }
+        case OP_INSERT: { u32 *d = R(p[2]); const u32 *a = R(p[3]), *b = R(p[4]); u32 s = p[5], m = p[6]; EACH(d[l] = (a[l] & ~(m << s)) | ((b[l] & m) << s)); p += 7; break; }
+        UNARY_(CTPOP, (u32)__builtin_popcount(a[l])) UNARY_(CTLZ, a[l] ? (u32)__builtin_clz(a[l]) : 32) UNARY_(CTTZ, a[l] ? (u32)__builtin_ctz(a[l]) : 32)
+        UNARY_(BITREV, ({ u32 v = a[l]; v = ((v >> 1) & 0x55555555) | ((v & 0x55555555) << 1); v = ((v >> 2) & 0x33333333) | ((v & 0x33333333) << 2);
+                          v = ((v >> 4) & 0x0f0f0f0f) | ((v & 0x0f0f0f0f) << 4); __builtin_bswap32(v); }))
+        case OP_PERM: {
+            u32 *d = R(p[2]); const u32 *a = R(p[3]), *b = R(p[4]), *s = R(p[5]);
+            EACH(u64 both = ((u64)a[l] << 32) | b[l]; u32 v = 0; for (int i = 0; i < 4; i++) v |= perm_byte(both, s[l] >> (8 * i) & 0xff) << (8 * i); d[l] = v);
+            p += 6; break;
+        }
+        case OP_ALIGNBYTE: { u32 *d = R(p[2]); const u32 *a = R(p[3]), *b = R(p[4]), *s = R(p[5]); EACH(d[l] = (u32)((((u64)a[l] << 32) | b[l]) >> (8 * (s[l] & 3)))); p += 6; break; }
+        case OP_LOOKUP: { u32 *d = R(p[2]); const u32 *s = R(p[3]); i32 n = p[4]; const i32 *v = p + 5; EACH(d[l] = s[l] < (u32)n ? R(v[s[l]])[l] : POISON); p = v + n; break; }
+        case OP_STOW: { u32 *d = R(p[2]); const u32 *s = R(p[3]), *v = R(p[4]), *o = R(p[5]); u32 i = p[6]; EACH(d[l] = s[l] == i ? v[l] : o[l]); p += 7; break; }
+        WIDE(ADD64, x + y) WIDE(SUB64, x - y) WIDE(MUL64, x * y)
+        WIDE(SHL64, y < 64 ? x << y : 0) WIDE(LSHR64, y < 64 ? x >> y : 0) WIDE(ASHR64, (i64)x >> (y < 64 ? y : 63))
+        WIDE(UDIV64, y ? x / y : ~0ull) WIDE(UREM64, y ? x % y : ~0ull)
+        WIDE(SDIV64, !y ? ~0ull : y == ~0ull ? 0 - x : (u64)((i64)x / (i64)y)) WIDE(SREM64, !y ? ~0ull : y == ~0ull ? 0 : (u64)((i64)x % (i64)y))
+        WIDE(SMIN64, (i64)x < (i64)y ? x : y) WIDE(SMAX64, (i64)x > (i64)y ? x : y) WIDE(UMIN64, x < y ? x : y) WIDE(UMAX64, x > y ? x : y)
+        WIDE_COMPARE(EQ64, x == y) WIDE_COMPARE(NE64, x != y) WIDE_COMPARE(SLT64, (i64)x < (i64)y) WIDE_COMPARE(SLE64, (i64)x <= (i64)y)
+        WIDE_COMPARE(ULT64, x < y) WIDE_COMPARE(ULE64, x <= y)
+        BINARY(FADD, FLOAT2(x + y)) BINARY(FSUB, FLOAT2(x - y)) BINARY(FMUL, FLOAT2(x * y)) BINARY(FDIV, FLOAT2(x / y)) BINARY(FREM, FLOAT2(fmodf(x, y)))
+        case OP_FMA: { u32 *d = R(p[2]); const u32 *a = R(p[3]), *b = R(p[4]), *c = R(p[5]); EACH(d[l] = as_bits(fmaf(as_float(a[l]), as_float(b[l]), as_float(c[l])))); p += 6; break; }
+        BINARY(FMAXNUM, FLOAT2(maxnum(x, y))) BINARY(FMINNUM, FLOAT2(minnum(x, y)))
+        BINARY(FMAXIMUM, FLOAT2(x != x || y != y ? NAN : maxnum(x, y))) BINARY(FMINIMUM, FLOAT2(x != x || y != y ? NAN : minnum(x, y)))
+        BINARY(COPYSIGN, (a[l] & 0x7fffffffu) | (b[l] & 0x80000000u))
+        case OP_FCMP: { u32 *d = R(p[2]); const u32 *a = R(p[3]), *b = R(p[4]); u32 m = p[5]; EACH(d[l] = (compare_bits(as_float(a[l]), as_float(b[l])) & m) != 0); p += 6; break; }
+        case OP_FUNARY: {
+            u32 *d = R(p[2]); const u32 *a = R(p[3]); i32 which = p[4];
+            if (which == U_NEG) EACH(d[l] = a[l] ^ 0x80000000u);
+            else if (which == U_ABS) EACH(d[l] = a[l] & 0x7fffffffu);
+            else EACH(d[l] = as_bits(unary(which, as_float(a[l]))));
+            p += 5; break;
+        }
+        BINARY(FPOW, FLOAT2(powf(x, y)))
+        UNARY_(SITOFP, as_bits((float)(i32)a[l])) UNARY_(UITOFP, as_bits((float)a[l]))
+        UNARY_(FPTOSI, to_i32(as_float(a[l]))) UNARY_(FPTOUI, to_u32(as_float(a[l])))
+        BINARY(SITOFP64, as_bits((float)(i64)(((u64)b[l] << 32) | a[l]))) BINARY(UITOFP64, as_bits((float)(((u64)b[l] << 32) | a[l])))
+        case OP_FPTOSI64: { u32 *dl = R(p[2]), *dh = R(p[3]); const u32 *a = R(p[4]); EACH(u64 z = to_i64(as_float(a[l])); dl[l] = (u32)z; dh[l] = z >> 32); p += 5; break; }
+        case OP_FPTOUI64: { u32 *dl = R(p[2]), *dh = R(p[3]); const u32 *a = R(p[4]); EACH(u64 z = to_u64(as_float(a[l])); dl[l] = (u32)z; dh[l] = z >> 32); p += 5; break; }
+        UNARY_(F32_TO_BF16, float_to_bfloat(a[l])) UNARY_(BF16_TO_F32, a[l] << 16) UNARY_(F32_TO_F16, float_to_half(a[l]))
+        UNARY_(F16_TO_F32, as_bits(half_to_float(a[l]))) UNARY_(F32_TO_F16_RTZ, float_to_half_rtz(a[l]))
+        DOUBLE(DFADD, x + y) DOUBLE(DFSUB, x - y) DOUBLE(DFMUL, x * y) DOUBLE(DFDIV, x / y)
+        case OP_DFMA: {
+            u32 *dl = R(p[2]), *dh = R(p[3]);
+            const u32 *al = R(p[4]), *ah = R(p[5]), *bl = R(p[6]), *bh = R(p[7]), *cl = R(p[8]), *ch = R(p[9]);
+            EACH(u64 z = double_bits(fma(as_double(al[l], ah[l]), as_double(bl[l], bh[l]), as_double(cl[l], ch[l]))); dl[l] = (u32)z; dh[l] = z >> 32);
+            p += 10; break;
+        }
+        case OP_DFCMP: { u32 *d = R(p[2]); const u32 *al = R(p[3]), *ah = R(p[4]), *bl = R(p[5]), *bh = R(p[6]); u32 m = p[7]; EACH(d[l] = (compare_bits(as_double(al[l], ah[l]), as_double(bl[l], bh[l])) & m) != 0); p += 8; break; }
+        case OP_F32_TO_F64: { u32 *dl = R(p[2]), *dh = R(p[3]); const u32 *a = R(p[4]); EACH(u64 z = double_bits(as_float(a[l])); dl[l] = (u32)z; dh[l] = z >> 32); p += 5; break; }
+        BINARY(F64_TO_F32, as_bits((float)as_double(a[l], b[l])))
+        case OP_SI32_TO_F64: { u32 *dl = R(p[2]), *dh = R(p[3]); const u32 *a = R(p[4]); EACH(u64 z = double_bits((i32)a[l]); dl[l] = (u32)z; dh[l] = z >> 32); p += 5; break; }
+        case OP_UI32_TO_F64: { u32 *dl = R(p[2]), *dh = R(p[3]); const u32 *a = R(p[4]); EACH(u64 z = double_bits(a[l]); dl[l] = (u32)z; dh[l] = z >> 32); p += 5; break; }
+        BINARY(F64_TO_SI32, to_i32(as_double(a[l], b[l])))
+        case OP_LANE_ID: { u32 *d = R(p[2]); EACH(d[l] = l); p += 3; break; }
+        case OP_THREAD_ID: {
+            u32 *d = R(p[2]), base = (u32)(w - g->waves) * W, x = L->block[0], y = L->block[1];
+            if (p[3] == 0) EACH(d[l] = (base + l) % x); else if (p[3] == 1) EACH(d[l] = (base + l) / x % y); else EACH(d[l] = (base + l) / x / y);
+            p += 4; break;
+        }
+        case OP_GROUP_ID: { u32 *d = R(p[2]), v = g->group_id[p[3]]; EACH(d[l] = v); p += 4; break; }
+        case OP_WAVE_ID: { u32 *d = R(p[2]), v = (u32)(w - g->waves); EACH(d[l] = v); p += 3; break; }
+        case OP_READFIRSTLANE: { u32 *d = R(p[2]), v = R(p[3])[exec ? __builtin_ctzll(exec) : 0]; EACH(d[l] = v); p += 4; break; }
+        case OP_READLANE: { u32 *d = R(p[2]), v = R(p[3])[R(p[4])[exec ? __builtin_ctzll(exec) : 0] % W]; EACH(d[l] = v); p += 5; break; }
+        case OP_BALLOT: {
+            u32 *dl = R(p[2]), *dh = R(p[3]); const u32 *a = R(p[4]); u64 v = 0;
+            for (int l = 0; l < W; l++) if (exec >> l & 1) v |= (u64)(a[l] & 1) << l;
+            EACH(dl[l] = (u32)v; dh[l] = (u32)(v >> 32)); p += 5; break;
+        }
+        case OP_DS_BPERMUTE: { u32 *d = R(p[2]), copy[W]; const u32 *i = R(p[3]), *a = R(p[4]);
+            for (int l = 0; l < W; l++) { u32 from = (i[l] >> 2) % W; copy[l] = exec >> from & 1 ? a[from] : 0; }
+            EACH(d[l] = copy[l]); p += 5; break; }
+        case OP_DS_PERMUTE: { u32 *d = R(p[2]), copy[W] = {0}; const u32 *i = R(p[3]), *a = R(p[4]);
+            for (int l = 0; l < W; l++) if (exec >> l & 1) copy[(i[l] >> 2) % W] = a[l];
+            EACH(d[l] = copy[l]); p += 5; break; }
+        case OP_PERMLANE_SWAP: { /* odd rows of the first operand trade with even rows of the second: CDNA4 ISA guide, V_PERMLANE16_SWAP_B32 */
+            u32 *d0 = R(p[2]), *d1 = R(p[3]), a[W], b[W]; i32 n = p[6];
+            memcpy(a, R(p[4]), 4 * W); memcpy(b, R(p[5]), 4 * W);
+            for (int l = 0; l < W; l++) if (exec >> l & 1) { d0[l] = (l / n) & 1 ? b[l - n] : a[l]; d1[l] = (l / n) & 1 ? b[l] : a[l + n]; }
+            p += 7; break; }
+        case OP_MBCNT: { u32 *d = R(p[2]); const u32 *m = R(p[3]), *a = R(p[5]); i32 high = p[6];
+            EACH(u32 below = high ? (l < 32 ? 0 : (u32)((1ull << (l - 32)) - 1)) : (l < 32 ? (u32)((1ull << l) - 1) : 0xffffffffu); d[l] = a[l] + (u32)__builtin_popcount(m[l] & below));
+            p += 7; break; }
+
+        /* ---- memory ---- */
+        case OP_LDS_LOAD: {
+            u32 offset = p[2]; const u32 *address = R(p[3]); i32 bytes = p[4], n = p[5];
+            for (i32 i = 0; i < n; i++) dest[i] = R(p[6 + i]);
+            u32 at[W];
+            for (int l = 0; l < W; l++) at[l] = address[l] + offset;
+            w->lds_seq++;
+            count_banks(g, at, exec, bytes);
+            for (int l = 0; l < W; l++) {
+                if (!(exec >> l & 1)) continue;
+                u32 x = at[l];
+                if (x + bytes > (u32)L->lds_bytes || x + bytes < x) { report(g, F_MEMORY, line, w, l, x, -1, -1, 2); for (i32 i = 0; i < n; i++) dest[i][l] = POISON; continue; }
+                lds_read_check(g, w, x, bytes, l, line);
+                load_dwords(dest, n, l, g->lds + x, bytes);
+            }
+            g->counters[C_LDS_READ_BYTES] += (u64)bytes * __builtin_popcountll(exec);
+            p += 6 + n; break;
+        }
+        case OP_LDS_STORE: {
+            u32 offset = p[2]; const u32 *address = R(p[3]); i32 bytes = p[4], n = p[5];
+            w->lds_seq++;
+            for (int l = 0; l < W; l++) {
+                if (!(exec >> l & 1)) continue;
+                u32 x = address[l] + offset;
+                if (x + bytes > (u32)L->lds_bytes || x + bytes < x) { report(g, F_MEMORY, line, w, l, x, -1, -1, 3); continue; }
+                lds_write_check(g, w, x, bytes, l, line, 0);
+                if (bytes >= 4) for (i32 i = 0; i < n; i++) memcpy(g->lds + x + 4 * i, &R(p[6 + i])[l], 4);
+                else memcpy(g->lds + x, &R(p[6])[l], bytes);
+            }
+            g->counters[C_LDS_WRITE_BYTES] += (u64)bytes * __builtin_popcountll(exec);
+            p += 6 + n; break;
+        }
+        case OP_DS_READ_TR16_B64: {
+            /* Sixteen lanes read sixteen 8-byte pieces: four lanes make a row of sixteen 16-bit elements, four rows. Lane i gets column i,
+             * row r in element r. Source: AMD CDNA4 ISA guide, DS_READ_B64_TR_B16. */
+            u32 offset = p[2]; const u32 *address = R(p[3]); u32 *d0 = R(p[4]), *d1 = R(p[5]);
+            uint16_t piece[W][4]; u32 at[W];
+            w->lds_seq++;
+            for (int l = 0; l < W; l++) {
+                u32 x = at[l] = address[l] + offset;
+                memset(piece[l], 0xff, 8);
+                if (!(exec >> l & 1)) continue;
+                if (x + 8 > (u32)L->lds_bytes || x + 8 < x) { report(g, F_MEMORY, line, w, l, x, -1, -1, 2); continue; }
+                if (x & 7) report(g, F_MEMORY, line, w, l, x, -1, -1, 4);
+                lds_read_check(g, w, x, 8, l, line);
+                memcpy(piece[l], g->lds + x, 8);
+            }
+            count_banks(g, at, exec, 8);
+            for (int l = 0; l < W; l++) {
+                if (!(exec >> l & 1)) continue;
+                int base = l & ~15, i = l & 15;
+                u32 e[4];
+                for (int r = 0; r < 4; r++) e[r] = piece[base + 4 * r + i / 4][i % 4];
+                d0[l] = e[0] | e[1] << 16; d1[l] = e[2] | e[3] << 16;
+            }
+            g->counters[C_LDS_READ_BYTES] += 8ull * __builtin_popcountll(exec);
+            p += 6; break;
+        }
+        case OP_GLOBAL_LOAD: case OP_GLOBAL_STORE: {
+            int write = p[0] == OP_GLOBAL_STORE;
+            i64 offset = p[2]; const u32 *lo = R(p[3]), *hi = R(p[4]); i32 bytes = p[5], n = p[6];
+            w->vm_issued++;
+            for (i32 i = 0; i < n; i++) dest[i] = R(p[7 + i]);
+            for (int l = 0; l < W; l++) {
+                if (!(exec >> l & 1)) continue;
+                u64 x = (((u64)hi[l] << 32) | lo[l]) + offset;
+                if (!allowed(g, x, bytes, write)) {
+                    report(g, F_MEMORY, line, w, l, x, -1, -1, write);
+                    if (!write) for (i32 i = 0; i < n; i++) dest[i][l] = POISON;
+                    continue;
+                }
+                if (!write) load_dwords(dest, n, l, (const uint8_t *)(uintptr_t)x, bytes);
+                else if (bytes >= 4) for (i32 i = 0; i < n; i++) memcpy((uint8_t *)(uintptr_t)x + 4 * i, &dest[i][l], 4);
+                else memcpy((void *)(uintptr_t)x, &dest[0][l], bytes);
+            }
+            g->counters[write ? C_GLOBAL_WRITE_BYTES : C_GLOBAL_READ_BYTES] += (u64)bytes * __builtin_popcountll(exec);
+            p += 7 + n; break;
+        }
+        case OP_BUFFER_LOAD: case OP_BUFFER_STORE: case OP_BUFFER_LOAD_LDS: {
+            /* Raw buffer addressing, stride 0: a dword at offset o = voffset + instruction offset (+ soffset) is in range while
+             * o + 4 <= num_records; out of range reads give zero, writes are dropped, each dword by itself.
+             * Source: AMD CDNA3 ISA guide, section 9.1.5 (buffer addressing, range checking). */
+            int kind = p[0];
+            u64 imm = (u32)p[2];
+            const u32 *r0 = R(p[3]), *r1 = R(p[4]), *r2 = R(p[5]), *voffset = R(p[7]), *soffset = R(p[8]);
+            i32 bytes = p[9], n = 0;
+            const uint8_t *source[W];
+            u64 lanes = 0;
+            if (kind != OP_BUFFER_LOAD_LDS) { n = p[10]; for (i32 i = 0; i < n; i++) dest[i] = R(p[11 + i]); w->vm_issued++; }
+            for (int l = 0; l < W; l++) {
+                if (!(exec >> l & 1)) continue;
+                u64 base = ((u64)(r1[l] & 0xffff) << 32) | r0[l], records = r2[l], o = (u64)voffset[l] + imm + soffset[l];
+                if (r1[l] >> 16 & 0x3fff) report(g, F_MEMORY, line, w, l, base, -1, -1, 5);
+                u64 x = base + o;
+                u64 inside = o >= records ? 0 : records - o >= (u64)bytes ? (u64)bytes : bytes < 4 ? 0 : (records - o) & ~3ull;
+                if (inside && !allowed(g, x, inside, kind == OP_BUFFER_STORE)) { report(g, F_MEMORY, line, w, l, x, -1, -1, kind == OP_BUFFER_STORE); inside = 0; }
+                if (kind == OP_BUFFER_LOAD) {
+                    if (inside == (u64)bytes) load_dwords(dest, n, l, (const uint8_t *)(uintptr_t)x, bytes);
+                    else {
+                        for (i32 i = 0; i < n; i++) dest[i][l] = 0;
+                        for (u64 b = 0; b + 4 <= inside; b += 4) memcpy(&dest[b / 4][l], (const uint8_t *)(uintptr_t)x + b, 4);
+                    }
+                } else if (kind == OP_BUFFER_STORE) {
+                    if (bytes >= 4) for (u64 b = 0; b + 4 <= inside; b += 4) memcpy((uint8_t *)(uintptr_t)x + b, &dest[b / 4][l], 4);
+                    else if (inside) memcpy((void *)(uintptr_t)x, &dest[0][l], bytes);
+                } else {
+                    /* whole or nothing: a copy that straddles the end of the range is reported, its bytes read as zero */
+                    if (inside && inside != (u64)bytes) { report(g, F_MEMORY, line, w, l, x, -1, -1, 6); inside = 0; }
+                    source[l] = inside ? (const uint8_t *)(uintptr_t)x : NULL;
+                    lanes |= 1ull << l;
+                }
+            }
+            if (kind == OP_BUFFER_LOAD_LDS) {
+                /* LDS address = the wave's base (first lane) + instruction offset + lane * bytes: CDNA3 ISA guide, section 9.1.9 (memory buffer load to LDS) */
+                u32 lds = R(p[10])[exec ? __builtin_ctzll(exec) : 0] + (u32)imm;
+                const u32 *base = R(p[10]);
+                for (int l = 0; l < W; l++) if ((exec >> l & 1) && base[l] + (u32)imm != lds) { report(g, F_MEMORY, line, w, l, base[l], -1, -1, 7); break; }
+                if (lanes) issue_copy(g, w, source, lanes, lds, bytes, line); else w->vm_issued++;
+                p += 11;
+            } else {
+                g->counters[kind == OP_BUFFER_STORE ? C_GLOBAL_WRITE_BYTES : C_GLOBAL_READ_BYTES] += (u64)bytes * __builtin_popcountll(exec);
+                p += 11 + n;
+            }
+            break;
+        }
+        case OP_GLOBAL_LOAD_LDS: {
+            i64 imm = p[2]; const u32 *lo = R(p[3]), *hi = R(p[4]); i32 bytes = p[5];
+            const uint8_t *source[W]; u64 lanes = 0;
+            for (int l = 0; l < W; l++) {
+                if (!(exec >> l & 1)) continue;
+                u64 x = (((u64)hi[l] << 32) | lo[l]) + imm;
+                if (!allowed(g, x, bytes, 0)) { report(g, F_MEMORY, line, w, l, x, -1, -1, 0); continue; }
+                source[l] = (const uint8_t *)(uintptr_t)x; lanes |= 1ull << l;
+            }
+            u32 lds = R(p[6])[exec ? __builtin_ctzll(exec) : 0] + (u32)imm;
+            if (lanes) issue_copy(g, w, source, lanes, lds, bytes, line); else w->vm_issued++;
+            p += 7; break;
+        }
+        /* ---- order ---- */
+        case OP_WAIT:
+            g->counters[C_WAITS]++;
+            if (p[2] >= 0) wait_vm(g, w, p[2]);
+            if (p[3] >= 0 && (i32)(w->lds_seq - p[3] - w->lds_done) > 0) w->lds_done = w->lds_seq - p[3];
+            p += 4; break;
+        case OP_FENCE: /* a release waits for the wave's own LDS writes; copies to LDS are the kernel's to wait for (docs/simulator.md) */
+            if (p[2]) w->lds_done = w->lds_seq;
+            p += 4; break;
+        case OP_BARRIER:
+            g->counters[C_BARRIERS]++;
+            if (exec != w->full) report(g, F_BARRIER, line, w, 0, 0, -1, -1, 0);
+            w->barrier_line = line;
+            w->state = 1;
+            p += 2;
+            goto leave;
+        case OP_NOTE: p += 3; break;
+        case OP_MFMA: {
+            i32 m = p[2], k = p[3], type = p[4], dwords = p[5], n;
+            const i32 *q = p + 6;
+            n = *q++; for (i32 i = 0; i < n; i++) src[0][i] = R(*q++);
+            n = *q++; for (i32 i = 0; i < n; i++) src[1][i] = R(*q++);
+            n = *q++; for (i32 i = 0; i < n; i++) src[2][i] = R(*q++);
+            n = *q++; for (i32 i = 0; i < n; i++) dest[i] = R(*q++);
+            if (exec != w->full) report(g, F_BARRIER, line, w, 0, 0, -1, -1, 2);
+            mfma(src[0], src[1], src[2], dest, m, k, type, dwords);
+            g->counters[C_MFMA]++;
+            p = q; break;
+        }
+        default:
+            report(g, F_LIMIT, line, w, 0, p[0], -1, -1, 2);
+            w->state = 2;
+            atomic_store(&L->stop, 1);
+            goto leave;
+        }
+    }
+leave:
+    w->pc = (i32)(p - code);
+    w->exec = exec;
+    if (w->state != 2) w->paths[w->depth - 1].mask = exec;
+    w->steps += steps;
+    g->counters[C_INSTRUCTIONS] += steps;
+}
+
+static void run_group(Group *g, u64 index) {
+    Launch *L = g->launch;
+    g->workgroup = index;
+    g->group_id[0] = index % L->grid[0];
+    g->group_id[1] = index / L->grid[0] % L->grid[1];
+    g->group_id[2] = index / L->grid[0] / L->grid[1];
+    memset(g->lds, 0xff, L->lds_bytes);
+    for (i32 i = 0; i < (L->lds_bytes + 3) / 4; i++) g->shadow[i] = (Shadow){.write_line = -1, .read_line = -1, .writer = 0, .read_epoch = 0xffffffffu};
+    u32 threads = L->block[0] * L->block[1] * L->block[2];
+    for (i32 i = 0; i < g->num_waves; i++) {
+        Wave *w = &g->waves[i];
+        u32 left = threads - i * W;
+        w->full = left >= 64 ? ~0ull : (1ull << left) - 1;
+        if (W == 32) w->full &= 0xffffffffull;
+        w->pc = 0; w->exec = w->full; w->depth = 1;
+        w->paths[0] = (Path){-1, -1, w->full};
+        w->state = 0; w->epoch = 0; w->steps = 0;
+        w->vm_issued = 0; w->copy_head = w->copy_count = 0;
+        w->lds_seq = w->lds_done = w->lds_published = 0;
+        w->copy_seq = w->copy_done = w->copy_published = 0;
+        for (i32 c = 0; c < L->num_constants; c++) {
+            u32 *r = w->registers + (size_t)c * W, v = L->constants[c];
+            for (int l = 0; l < W; l++) r[l] = v;
+        }
+        for (size_t r = (size_t)L->num_constants * W; r < (size_t)L->num_registers * W; r++) w->registers[r] = POISON;
+    }
+    for (;;) {
+        i32 order[MAX_WAVES], waiting = 0, ended = 0;
+        for (i32 i = 0; i < g->num_waves; i++) order[i] = L->schedule == 1 ? g->num_waves - 1 - i : i;
+        if (L->schedule > 1)
+            for (i32 i = g->num_waves - 1; i > 0; i--) {
+                g->random = g->random * 6364136223846793005ull + 1442695040888963407ull;
+                i32 j = (g->random >> 33) % (i + 1), t = order[i];
+                order[i] = order[j]; order[j] = t;
+            }
+        for (i32 i = 0; i < g->num_waves; i++)
+            if (g->waves[order[i]].state == 0) run_wave(g, &g->waves[order[i]]);
+        if (atomic_load(&L->stop)) return;
+        for (i32 i = 0; i < g->num_waves; i++) { waiting += g->waves[i].state == 1; ended += g->waves[i].state == 2; }
+        if (!waiting) break;
+        if (ended) /* some waves left for good while others wait at a barrier */
+            for (i32 i = 0; i < g->num_waves; i++)
+                if (g->waves[i].state == 1) { report(g, F_BARRIER, g->waves[i].barrier_line, &g->waves[i], 0, 0, -1, -1, 1); break; }
+        for (i32 i = 0; i < g->num_waves; i++) {
+            Wave *w = &g->waves[i];
+            w->lds_published = w->lds_done;
+            w->copy_published = w->copy_done;
+            if (w->state == 1) { w->state = 0; w->epoch++; }
+        }
+    }
+    for (i32 i = 0; i < g->num_waves; i++) { /* copies that nothing waited for */
+        Wave *w = &g->waves[i];
+        if (w->copy_count) report(g, F_WAIT, w->copies[w->copy_head].line, w, 0, w->copies[w->copy_head].lds, -1, -1, 2);
+    }
+}
+
+static pthread_mutex_t merge = PTHREAD_MUTEX_INITIALIZER;
+
+static void *worker(void *argument) {
+    Launch *L = argument;
+    Group *g = calloc(1, sizeof *g);
+    u32 threads = L->block[0] * L->block[1] * L->block[2];
+    g->launch = L;
+    g->random = L->schedule;
+    g->num_waves = (threads + W - 1) / W;
+    g->lds = aligned_alloc(64, (L->lds_bytes + 127) / 64 * 64);
+    g->shadow = malloc(sizeof(Shadow) * (L->lds_bytes / 4 + 2));
+    g->findings = calloc(L->max_findings, sizeof(Finding));
+    for (i32 i = 0; i < g->num_waves; i++) {
+        g->waves[i].registers = aligned_alloc(64, (size_t)L->num_registers * W * 4 + 64);
+        g->waves[i].copies = malloc(sizeof(Copy) * MAX_COPIES);
+    }
+    for (;;) {
+        u64 index = atomic_fetch_add(&L->next, 1);
+        if (index >= L->num_workgroups || atomic_load(&L->stop)) break;
+        run_group(g, L->first_workgroup + index);
+        atomic_fetch_add(&L->done, 1);
+    }
+    pthread_mutex_lock(&merge);
+    for (i32 i = 0; i < C_COUNTERS; i++) L->counters[i] += g->counters[i];
+    for (i32 i = 0; i < g->num_findings; i++) {
+        i32 j = 0;
+        Finding *f = &g->findings[i];
+        for (; j < L->num_findings; j++)
+            if (L->findings[j].kind == f->kind && L->findings[j].line == f->line && L->findings[j].other_line == f->other_line && L->findings[j].detail == f->detail) break;
+        if (j < L->num_findings) L->findings[j].count += f->count;
+        else if (L->num_findings < L->max_findings) L->findings[L->num_findings++] = *f;
+    }
+    pthread_mutex_unlock(&merge);
+    for (i32 i = 0; i < g->num_waves; i++) { free(g->waves[i].registers); free(g->waves[i].copies); }
+    free(g->lds); free(g->shadow); free(g->findings); free(g);
+    return NULL;
+}
+
+/* 0: ran; 1: the workgroup has more waves than a workgroup may have. */
+int fourwave_sim_run(Launch *L) {
+    u32 threads = L->block[0] * L->block[1] * L->block[2];
+    if ((threads + W - 1) / W > MAX_WAVES || !threads) return 1;
+    i32 n = L->num_threads;
+    if ((u64)n > L->num_workgroups) n = (i32)L->num_workgroups;
+    if (n <= 1) { worker(L); return 0; }
+    pthread_t *ids = malloc(sizeof(pthread_t) * n);
+    i32 started = 0;
+    for (; started < n - 1; started++)
+        if (pthread_create(&ids[started], NULL, worker, L)) break;
+    worker(L);
+    for (i32 i = 0; i < started; i++) pthread_join(ids[i], NULL);
+    free(ids);
+    return 0;
+}
+
+int fourwave_sim_sizes(u64 *out) { out[0] = sizeof(Launch); out[1] = sizeof(Finding); out[2] = sizeof(Allocation); out[3] = W; out[4] = OP_COUNT; return 0; }

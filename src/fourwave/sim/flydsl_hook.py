@@ -1,0 +1,279 @@
+"""The one file that touches FlyDSL's private functions: it makes FlyDSL compile for the simulator and launch on it.
+
+Inside a session FlyDSL traces and lowers a kernel as always, but stops before code generation; the module it holds then, in the `llvm` and
+`rocdl` dialects, is what the simulator runs. Outside a session nothing changes: every replaced function asks for the active session first.
+
+What is replaced, in FlyDSL 0.5 (`check_flydsl` says so when another version has moved it):
+  compile backend `rocm`                       pipeline without the binary step (public: register_backend, force=True)
+  jit_function.CompiledArtifact                keeps the lowered module's text with its source locations
+  jit_function._call_state_from_spec           the launch goes to the simulator instead of an ExecutionEngine
+  jit_function._is_compile_placeholder,
+  jit_function._has_live_device_argument       CPU tensors count as device tensors
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import inspect
+import os
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from fourwave.backends import guard
+
+from .host import HostInterpreter
+from .launch import Memory, run
+from .lower import lower_kernel
+from .report import Report, SimulationError
+
+if TYPE_CHECKING:
+    from . import Session
+
+TESTED = (0, 5)  # FlyDSL's major and minor version
+_active = threading.local()
+_install_lock = threading.Lock()
+_environment_lock = threading.RLock()  # FlyDSL takes its target from os.environ: sessions of several threads take turns
+_installed = False
+
+
+def active() -> Session | None:
+    """The session of this thread, innermost first, or None."""
+    stack = getattr(_active, "stack", None)
+    return stack[-1] if stack else None
+
+
+def check_flydsl() -> str | None:
+    """Why the installed FlyDSL cannot be hooked, or None: another version, or a private name that moved."""
+    import flydsl
+    from flydsl.compiler import backends, jit_executor, jit_function
+
+    version = tuple(int(x) for x in flydsl.__version__.split(".")[:2])
+    if version != TESTED:
+        return f"FlyDSL {flydsl.__version__} is not the tested {TESTED[0]}.{TESTED[1]}"
+    wanted = {
+        "_call_state_from_spec": ["call_spec", "artifact"],
+        "_is_compile_placeholder": ["value", "allow_null_pointers"],
+        "_has_live_device_argument": ["value"],
+    }
+    for name, parameters in wanted.items():
+        function = getattr(jit_function, name, None)
+        original = getattr(function, "_fourwave_original", function)
+        if original is None or list(inspect.signature(original).parameters) != parameters:
+            return f"flydsl.compiler.jit_function.{name}({', '.join(parameters)}) is not where FlyDSL {TESTED[0]}.{TESTED[1]} had it"
+    for module, name in ((jit_executor, "CallState"), (jit_function, "CompiledArtifact"), (backends, "_make_backend")):
+        if not hasattr(module, name):
+            return f"{module.__name__}.{name} is not where FlyDSL {TESTED[0]}.{TESTED[1]} had it"
+    return None
+
+
+class Kernels:
+    """A lowered module: its host function and its kernels, translated on first use."""
+
+    def __init__(self, text: str, entry: str, arch: str) -> None:
+        from flydsl._mlir import ir
+        from flydsl.compiler.jit_function import _create_mlir_context
+
+        self.ir, self.arch = ir, arch
+        self.context = _create_mlir_context()
+        with self.context:
+            self.module = ir.Module.parse(text)
+        self.kernels: dict[str, tuple[Any, Any]] = {}
+        self.programs: dict[str, Any] = {}
+        hosts: dict[str, Any] = {}
+        for op in self.module.body.operations:
+            o = op.operation
+            if o.name == "llvm.func":
+                hosts[ir.StringAttr(o.attributes["sym_name"]).value] = o
+            elif o.name == "gpu.module":
+                for inner in o.regions[0].blocks[0].operations:
+                    if inner.operation.name == "llvm.func":
+                        self.kernels[ir.StringAttr(inner.operation.attributes["sym_name"]).value] = (o, inner.operation)
+        self.host = HostInterpreter(ir, hosts[entry], self._launch)
+        self.lock = threading.Lock()
+
+    def program(self, name: str) -> Any:
+        if name not in self.programs:
+            with self.context:
+                self.programs[name] = lower_kernel(self.ir, *self.kernels[name], self.arch)
+        return self.programs[name]
+
+    def call(self, packed: int, memory: Memory) -> None:
+        with self.lock:
+            self.memory = memory
+            with self.context:
+                self.host(packed)
+
+    def _launch(self, kernel: str, grid: Any, block: Any, dynamic_lds: int, arguments: list[list[int]]) -> None:
+        session = active()
+        assert session is not None
+        report = run(self.program(kernel), grid, block, dynamic_lds, arguments, self.memory, session.options)
+        session.report.add(report)
+        if report.findings and session.on_finding == "raise":
+            raise SimulationError(report)
+
+
+def strided_range(address: int, shape: Any, strides: Any, element_bits: int) -> tuple[int, int]:
+    """[lo, hi) host addresses that a strided tensor's elements lie in (strides in elements, none negative); empty if it has none."""
+    if 0 in tuple(shape):
+        return address, address
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides))
+    return address, address + ((last + 1) * element_bits + 7) // 8
+
+
+def tensor_range(tensor: Any) -> tuple[int, int]:
+    """strided_range of a CPU torch tensor."""
+    return strided_range(tensor.data_ptr(), tensor.shape, tensor.stride(), 8 * tensor.element_size())
+
+
+def _ranges(value: Any) -> list[tuple[int, int]]:
+    """Address ranges of a launcher argument that is a tensor, in any of FlyDSL's wrappings."""
+    import torch
+    from flydsl.compiler.jit_argument import DLTensorJitArg
+
+    if isinstance(value, torch.Tensor):
+        return [tensor_range(value)]
+    if (tensor := getattr(value, "torch_tensor", None)) is not None:
+        return [tensor_range(tensor)]
+    if isinstance(value, DLTensorJitArg):
+        return [strided_range(value.dladaptor.data_ptr, value.shape, value.strides, value.element_bits)]
+    return []
+
+
+def _install() -> None:
+    global _installed
+    if _installed:
+        return
+    guard.import_flydsl()
+    if reason := check_flydsl():
+        raise RuntimeError(f"the simulator cannot hook FlyDSL: {reason}")
+    from flydsl.compiler import backends, jit_function
+    from flydsl.compiler.backends.rocm import RocmBackend
+    from flydsl.compiler.jit_executor import CallState, CompiledArtifact
+
+    class SimulatedRocmBackend(RocmBackend):
+        """FlyDSL's ROCm backend; inside a session its pipeline ends before code generation."""
+
+        def pipeline_fragments(self, *, compile_hints: dict) -> list[str]:
+            if active() is None:
+                return super().pipeline_fragments(compile_hints=compile_hints)
+            before_binary, _ = self._pipeline_parts(compile_hints=compile_hints)
+            return before_binary
+
+    class SimulatedArtifact(CompiledArtifact):
+        """A compiled launcher whose text is the lowered module with its source locations."""
+
+        def __init__(self, compiled_module: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(compiled_module, *args, **kwargs)
+            self._ir_text = compiled_module.operation.get_asm(enable_debug_info=True)
+
+        def kernels(self, arch: str) -> Kernels:
+            with _install_lock:
+                if getattr(self, "_fourwave_kernels", None) is None:
+                    self._fourwave_kernels = Kernels(self._ir_text, self._entry, arch)
+            return self._fourwave_kernels
+
+        def __reduce__(self) -> Any:  # a class of this function cannot be pickled by name; the disk cache gets the plain one
+            return _restore, (self.__getstate__(),)
+
+    class SimulatedCall(CallState):
+        """Launches on the simulator; every tensor argument becomes an allocation of the launch."""
+
+        def __init__(self, spec: Any, artifact: SimulatedArtifact) -> None:
+            super().__init__(spec, self._run)
+            self._artifact = artifact
+
+        def __call__(self, args_tuple: Any) -> Any:
+            session = active()
+            if session is None:
+                raise RuntimeError("this kernel was compiled for the simulator; call it inside `with fourwave.sim.session(...)`")
+            self._memory = Memory([*session.tracked, *(r for a in args_tuple for r in _ranges(a))])
+            return super().__call__(args_tuple)
+
+        def _run(self, packed: Any) -> None:
+            session = active()
+            assert session is not None
+            self._artifact.kernels(session.arch).call(ctypes.addressof(packed), self._memory)
+
+    def restore(state: dict) -> Any:
+        artifact = SimulatedArtifact.__new__(SimulatedArtifact)
+        artifact.__setstate__(state)
+        return artifact
+
+    global _restore_artifact
+    _restore_artifact = restore
+
+    def make_artifact(*args: Any, **kwargs: Any) -> Any:
+        return (CompiledArtifact if active() is None else SimulatedArtifact)(*args, **kwargs)
+
+    def replace(name: str, new: Any) -> None:
+        new._fourwave_original = getattr(jit_function, name)
+        setattr(jit_function, name, new)
+
+    original_call_state = jit_function._call_state_from_spec
+    original_placeholder = jit_function._is_compile_placeholder
+    original_live = jit_function._has_live_device_argument
+
+    def call_state_from_spec(call_spec: Any, artifact: Any) -> Any:
+        if isinstance(artifact, SimulatedArtifact):
+            return SimulatedCall(call_spec, artifact)
+        return original_call_state(call_spec, artifact)
+
+    def is_compile_placeholder(value: Any, *, allow_null_pointers: bool = False) -> bool:
+        if active() is not None and _ranges(value):
+            return False
+        return original_placeholder(value, allow_null_pointers=allow_null_pointers)
+
+    def has_live_device_argument(value: Any) -> bool:
+        return original_live(value) or bool(active() is not None and _ranges(value))
+
+    backends.register_backend("rocm", SimulatedRocmBackend, force=True)
+    backends._make_backend.cache_clear()
+    replace("CompiledArtifact", make_artifact)
+    replace("_call_state_from_spec", call_state_from_spec)
+    replace("_is_compile_placeholder", is_compile_placeholder)
+    replace("_has_live_device_argument", has_live_device_argument)
+    _installed = True
+
+
+_restore_artifact: Any = None
+
+
+def _restore(state: dict) -> Any:
+    """Unpickle an artifact of the simulator from FlyDSL's disk cache."""
+    with _install_lock:
+        _install()
+    return _restore_artifact(state)
+
+
+@contextlib.contextmanager
+def enter(session: Session) -> Iterator[None]:
+    """Make `session` the thread's active one; FlyDSL compiles for its arch meanwhile.
+
+    FlyDSL's debug information is on, so that its disk cache tells kernels apart that differ only in their source lines.
+    """
+    with _install_lock:
+        _install()
+    with _environment_lock:
+        wanted = {"FLYDSL_GPU_ARCH": session.arch, "ARCH": session.arch, "FLYDSL_DEBUG_ENABLE_DEBUG_INFO": "1", "COMPILE_ONLY": None}
+        before = {name: os.environ.get(name) for name in wanted}
+        _set_environment(wanted)
+        stack = _active.__dict__.setdefault("stack", [])
+        stack.append(session)
+        try:
+            yield
+        finally:
+            stack.pop()
+            _set_environment(before)
+
+
+def _set_environment(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+__all__ = ["Report", "active", "check_flydsl", "enter", "tensor_range"]

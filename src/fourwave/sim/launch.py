@@ -1,0 +1,139 @@
+"""Runs a lane program over a grid on the native core."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .lower import LDS_BANKS
+from .native import COUNTERS, Allocation, RawFinding, RawLaunch, library
+from .program import Program
+from .report import KINDS, Launch, Report, finding_from_raw
+
+LDS_CAPACITY = {"gfx942": 64 << 10, "gfx950": 160 << 10}
+_MAX_FINDINGS = 128
+CHECKS = ("memory", "init", "race", "wait", "barrier")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a session simulates; the fields are session()'s keywords."""
+
+    checks: tuple[str, ...] = CHECKS
+    completion: str = "late"
+    schedule: str = "forward"
+    threads: int | None = None
+    step_limit: int = 0
+    count_bank_conflicts: bool = False
+    workgroups: range | None = None
+
+    def __post_init__(self) -> None:
+        if unknown := set(self.checks) - set(CHECKS):
+            raise ValueError(f"checks={sorted(unknown)} are not known; the checks are {', '.join(CHECKS)}")
+        if self.completion not in ("late", "early"):
+            raise ValueError(f"completion={self.completion!r}; it can be 'late' or 'early'")
+        if self.schedule not in ("forward", "reverse") and not self.schedule.startswith("random"):
+            raise ValueError(f"schedule={self.schedule!r}; it can be 'forward', 'reverse' or 'random:SEED' (SEED an int above 1)")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads={self.threads}; it must be at least 1")
+        if self.workgroups is not None and (self.workgroups.step != 1 or self.workgroups.start < 0):
+            raise ValueError(f"workgroups={self.workgroups}; it must be a range with step 1 from 0 or later")
+
+    @property
+    def schedule_code(self) -> int:
+        if self.schedule.startswith("random"):
+            seed = self.schedule.partition(":")[2] or "2"
+            if not seed.isdigit() or int(seed) < 2:
+                raise ValueError(f"schedule={self.schedule!r}; write 'random:SEED' with an int SEED above 1")
+            return int(seed)
+        return {"forward": 0, "reverse": 1}[self.schedule]
+
+
+@dataclass
+class Memory:
+    """The launch's global allocations: [lo, hi) host addresses, merged and sorted."""
+
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+
+    def as_array(self) -> ctypes.Array[Allocation]:
+        merged: list[list[int]] = []
+        for lo, hi in sorted(r for r in self.ranges if r[1] > r[0]):
+            if merged and lo <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], hi)
+            else:
+                merged.append([lo, hi])
+        return (Allocation * max(1, len(merged)))(*(Allocation(lo, hi, 1, i) for i, (lo, hi) in enumerate(merged)))
+
+
+def run(
+    program: Program,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    dynamic_lds: int,
+    arguments: list[list[int]],
+    memory: Memory,
+    options: Options,
+) -> Report:
+    """Simulate one launch.
+
+    grid, block   workgroups and threads per dimension
+    dynamic_lds   bytes; counted on top of the kernel's static LDS only where the kernel declares dynamic LDS
+    arguments     dwords of each kernel argument
+    Raises ValueError for a launch the hardware would refuse: no threads, over 1024, or more LDS than a compute unit has.
+    """
+    lds_bytes = program.lds_bytes + dynamic_lds if program.dynamic_lds else max(program.lds_bytes, dynamic_lds)
+    capacity = LDS_CAPACITY[program.arch]
+    threads = block[0] * block[1] * block[2]
+    if lds_bytes > capacity:
+        raise ValueError(f"kernel {program.name} asks for {lds_bytes} bytes of LDS; {program.arch} has {capacity} per compute unit")
+    if not 0 < threads <= 1024:
+        raise ValueError(f"kernel {program.name} was launched with {block} threads; a workgroup has 1 to 1024")
+    constants = program.constants.copy()
+    if len(arguments) != len(program.argument_slots):
+        raise ValueError(f"kernel {program.name} takes {len(program.argument_slots)} arguments; the launch passes {len(arguments)}")
+    for slots, words in zip(program.argument_slots, arguments):
+        if len(slots) != len(words):
+            raise ValueError(f"kernel {program.name}: an argument of {len(slots)} dwords was passed {len(words)}")
+        constants[slots] = words
+    total = grid[0] * grid[1] * grid[2]
+    chosen = options.workgroups if options.workgroups is not None else range(total)
+    if chosen.stop > total:
+        raise ValueError(f"workgroups={chosen} goes past the launch's {total}")
+    allocations = memory.as_array()
+    findings = (RawFinding * _MAX_FINDINGS)()
+    code = np.ascontiguousarray(program.code)
+    raw = RawLaunch(
+        code=code.ctypes.data,
+        code_words=len(code),
+        num_registers=program.num_registers,
+        num_constants=len(constants),
+        lds_bytes=lds_bytes,
+        constants=constants.ctypes.data,
+        grid=grid,
+        block=block,
+        allocations=ctypes.addressof(allocations),
+        num_allocations=len(allocations),
+        checks=sum(1 << KINDS.index(c) for c in (*options.checks, "limit")),
+        completion=int(options.completion == "early"),
+        schedule=options.schedule_code,
+        num_threads=options.threads or os.cpu_count() or 1,
+        first_workgroup=chosen.start,
+        num_workgroups=len(chosen),
+        step_limit=options.step_limit,
+        lds_banks=LDS_BANKS[program.arch] if options.count_bank_conflicts else 0,
+        findings=ctypes.addressof(findings),
+        max_findings=_MAX_FINDINGS,
+    )
+    start = time.perf_counter()
+    if total and library(program.wave_size).fourwave_sim_run(ctypes.byref(raw)):
+        raise ValueError(f"kernel {program.name}: too many waves in a workgroup of {block}")
+    seconds = time.perf_counter() - start
+    launch = Launch(
+        kernel=program.name, arch=program.arch, grid=grid, block=block, workgroups=len(chosen), lds_bytes=lds_bytes, seconds=seconds,
+        counters=dict(zip(COUNTERS, raw.counters)),
+    )  # fmt: skip
+    return Report([launch], [finding_from_raw(findings[i], program.lines, program.name) for i in range(raw.num_findings)])

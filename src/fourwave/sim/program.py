@@ -1,0 +1,346 @@
+"""A lane program under construction: blocks of instructions on virtual registers, then liveness, register assignment and encoding.
+
+Registers are dwords; a virtual register is an int. The opcodes and their signatures come from ops.def, which core.c also includes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from pathlib import Path
+
+import numpy as np
+
+OPS: dict[str, tuple[int, str]] = {
+    name: (number, signature)
+    for number, (name, signature) in enumerate(
+        re.findall(r'OP\((\w+), "([^"]*)"\)', (Path(__file__).parent / "ops.def").read_text())
+    )
+}
+# The order of core.c's enum that starts with U_NEG.
+FUNARY = (
+    "neg abs sqrt rcp rsq exp2 log2 exp log sin cos tanh floor ceil trunc rint round erf fract".split()
+)  # fmt: skip
+_KEEP = {
+    "END", "JUMP", "BRANCH", "JOIN", "UNREACHABLE", "LDS_STORE", "GLOBAL_STORE", "BUFFER_STORE", "BUFFER_LOAD_LDS", "GLOBAL_LOAD_LDS",
+    "BARRIER", "WAIT", "FENCE", "NOTE", "LDS_LOAD", "GLOBAL_LOAD", "BUFFER_LOAD", "DS_READ_TR16_B64",
+}  # fmt: skip
+
+
+@dataclass
+class Instruction:
+    op: str
+    line: int
+    args: list  # one entry a signature letter; a list for a starred one; a Block for t
+
+
+@dataclass(eq=False)
+class Block:
+    name: str
+    code: list[Instruction] = field(default_factory=list)
+    successors: list[Block] = field(default_factory=list)
+    meet: Block | None = None  # of its branch: where the two sides come together
+    joins: bool = False  # some branch's sides meet here
+    pc: int = -1
+
+
+def _letters(signature: str) -> list[str]:
+    return re.findall(r".\*?", signature)
+
+
+_LETTERS = {name: _letters(signature) for name, (_, signature) in OPS.items()}
+
+
+def defs_uses(i: Instruction) -> tuple[list[int], list[int]]:
+    """Registers an instruction writes and reads."""
+    defs: list[int] = []
+    uses: list[int] = []
+    for letter, arg in zip(_LETTERS[i.op], i.args):
+        if letter == "d":
+            defs.append(arg)
+        elif letter == "u":
+            uses.append(arg)
+        elif letter == "d*":
+            defs.extend(arg)
+        elif letter == "u*":
+            uses.extend(arg)
+        elif letter == "p*":
+            for d, u in arg:
+                defs.append(d)
+                uses.append(u)
+    return defs, uses
+
+
+@dataclass
+class Program:
+    """What core.c runs, with what a report needs to speak of it."""
+
+    name: str
+    code: np.ndarray  # int32
+    constants: np.ndarray  # uint32; the launch fills in arguments at `argument_slots`
+    argument_slots: list[list[int]]  # per kernel argument, the constant slots of its dwords
+    num_registers: int
+    lds_bytes: int
+    dynamic_lds: bool
+    lines: list[tuple[str, int]]
+    wave_size: int
+    arch: str
+    num_instructions: int
+
+
+class Builder:
+    """Collects a kernel's blocks and turns them into a Program."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.num_registers = 0
+        self.constants: dict[int, int] = {}  # dword -> register
+        self.fixed: list[int] = []  # registers that live in the constant area, in slot order
+        self.fixed_values: list[int] = []
+
+    def new(self) -> int:
+        self.num_registers += 1
+        return self.num_registers - 1
+
+    def constant(self, value: int) -> int:
+        value &= 0xFFFFFFFF
+        if value not in self.constants:
+            self.constants[value] = self.placeholder(value)
+        return self.constants[value]
+
+    def placeholder(self, value: int = 0) -> int:
+        """A register of the constant area that is not shared with an equal constant: kernel arguments."""
+        register = self.new()
+        self.fixed.append(register)
+        self.fixed_values.append(value)
+        return register
+
+    # -- control flow ----------------------------------------------------------------------------------------------
+
+    def order_blocks(self) -> None:
+        """Reverse post-order from the entry; drops unreachable blocks."""
+        entry, seen, order = self.blocks[0], set(), []
+        stack = [(entry, iter(entry.successors))]
+        seen.add(entry)
+        while stack:
+            block, successors = stack[-1]
+            for s in successors:
+                if s not in seen:
+                    seen.add(s)
+                    stack.append((s, iter(s.successors)))
+                    break
+            else:
+                order.append(block)
+                stack.pop()
+        self.blocks = order[::-1]
+
+    def find_meets(self) -> None:
+        """Immediate post-dominators of the branching blocks (Cooper, Harvey, Kennedy, on the reversed graph with one virtual end)."""
+        blocks = self.blocks
+        number = {b: i + 1 for i, b in enumerate(blocks)}  # 0 is the virtual end
+        successors = [[]] + [[number[s] for s in b.successors] or [0] for b in blocks]
+        predecessors: list[list[int]] = [[] for _ in range(len(blocks) + 1)]
+        for i, ss in enumerate(successors):
+            for s in ss:
+                predecessors[s].append(i)
+        order: list[int] = []  # post-order of the reversed graph from the end
+        seen = {0}
+        stack = [(0, iter(predecessors[0]))]
+        while stack:
+            node, rest = stack[-1]
+            for n in rest:
+                if n not in seen:
+                    seen.add(n)
+                    stack.append((n, iter(predecessors[n])))
+                    break
+            else:
+                order.append(node)
+                stack.pop()
+        rank = {n: i for i, n in enumerate(order)}
+        parent: dict[int, int] = {0: 0}
+        changed = True
+        while changed:
+            changed = False
+            for n in reversed(order[:-1]):
+                known = [s for s in successors[n] if s in parent]
+                if not known:
+                    continue
+                new = known[0]
+                for s in known[1:]:
+                    a, b = new, s
+                    while a != b:
+                        while rank[a] < rank[b]:
+                            a = parent[a]
+                        while rank[b] < rank[a]:
+                            b = parent[b]
+                    new = a
+                if parent.get(n) != new:
+                    parent[n] = new
+                    changed = True
+        for b in blocks:
+            if len(b.successors) == 2:
+                meet = parent.get(number[b], 0)
+                if meet:
+                    b.meet = blocks[meet - 1]
+                    b.meet.joins = True
+
+    # -- registers ---------------------------------------------------------------------------------------------------
+
+    def drop_dead(self) -> None:
+        used = [0] * self.num_registers
+        for b in self.blocks:
+            for i in b.code:
+                for u in defs_uses(i)[1]:
+                    used[u] += 1
+        work = True
+        while work:
+            work = False
+            for b in self.blocks:
+                kept = []
+                for i in reversed(b.code):
+                    if i.op == "MOVN":
+                        alive = [(d, u) for d, u in i.args[0] if used[d]]
+                        if len(alive) != len(i.args[0]):
+                            for d, u in i.args[0]:
+                                if not used[d]:
+                                    used[u] -= 1
+                            i.args[0] = alive
+                            work = True
+                        if alive:
+                            kept.append(i)
+                        continue
+                    defs, uses = defs_uses(i)
+                    if i.op not in _KEEP and not any(used[d] for d in defs):
+                        for u in uses:
+                            used[u] -= 1
+                        work = True
+                        continue
+                    kept.append(i)
+                b.code = kept[::-1]
+
+    def assign(self) -> tuple[list[int], int]:
+        """Slot of each virtual register, and the number of slots: linear scan over live intervals.
+
+        An interval covers every block through which its register is live, without holes; with writes masked to the active lanes (core.c),
+        that is also right when lanes run the two sides of a branch, or a loop, one group after the other.
+        """
+        fixed = set(self.fixed)
+        blocks = self.blocks
+        use, define = [], []
+        for b in blocks:
+            u = d = 0
+            for i in b.code:
+                ds, us = defs_uses(i)
+                for r in us:
+                    if not d >> r & 1:
+                        u |= 1 << r
+                for r in ds:
+                    d |= 1 << r
+            use.append(u)
+            define.append(d)
+        index = {b: i for i, b in enumerate(blocks)}
+        live_in = [0] * len(blocks)
+        live_out = [0] * len(blocks)
+        changed = True
+        while changed:
+            changed = False
+            for i in range(len(blocks) - 1, -1, -1):
+                out = 0
+                for s in blocks[i].successors:
+                    out |= live_in[index[s]]
+                new = use[i] | (out & ~define[i])
+                if new != live_in[i] or out != live_out[i]:
+                    live_in[i], live_out[i], changed = new, out, True
+        start: dict[int, int] = {}
+        end: dict[int, int] = {}
+
+        def touch(register: int, at: int) -> None:
+            if register not in start:
+                start[register] = at
+            elif at < start[register]:
+                start[register] = at
+            if at > end.get(register, -1):
+                end[register] = at
+
+        position = 0
+        for i, b in enumerate(blocks):
+            first = position
+            for instruction in b.code:
+                ds, us = defs_uses(instruction)
+                for r in us:
+                    touch(r, 2 * position)
+                for r in ds:  # a MOVN writes one pair before it reads the next, so nothing it reads may share a slot with what it writes
+                    touch(r, 2 * position + (instruction.op != "MOVN"))
+                position += 1
+            for bits, at in ((live_in[i], 2 * first), (live_out[i], 2 * position)):
+                while bits:
+                    low = bits & -bits
+                    touch(low.bit_length() - 1, at)
+                    bits ^= low
+        slot = [-1] * self.num_registers
+        for s, register in enumerate(self.fixed):
+            slot[register] = s
+        top = len(self.fixed)
+        free: list[int] = []
+        active: list[tuple[int, int]] = []
+        for register in sorted((r for r in start if r not in fixed), key=start.__getitem__):
+            while active and active[0][0] < start[register]:
+                heappush(free, heappop(active)[1])
+            if free:
+                slot[register] = heappop(free)
+            else:
+                slot[register] = top
+                top += 1
+            heappush(active, (end[register], slot[register]))
+        return slot, top
+
+    def finish(self, **facts) -> Program:
+        self.order_blocks()
+        self.drop_dead()
+        self.find_meets()
+        slot, num_registers = self.assign()
+        at = 0
+        for b in self.blocks:
+            b.pc = at
+            at += 2 if b.joins else 0
+            for i in b.code:
+                at += 2 + sum(
+                    1 if len(letter) == 1 else 1 + len(arg) * (2 if letter == "p*" else 1) for letter, arg in zip(_LETTERS[i.op], i.args)
+                )
+                if i.op == "BRANCH":
+                    at += 1
+        code: list[int] = []
+        count = 0
+        for b in self.blocks:
+            assert len(code) == b.pc
+            if b.joins:
+                code += [OPS["JOIN"][0], -1]
+            for i in b.code:
+                count += 1
+                code += [OPS[i.op][0], i.line]
+                if i.op == "BRANCH":
+                    condition, yes, no = i.args
+                    code += [slot[condition], yes.pc, no.pc, b.meet.pc if b.meet else -1]
+                    continue
+                for letter, arg in zip(_LETTERS[i.op], i.args):
+                    if letter in "du":
+                        code.append(slot[arg])
+                    elif letter == "i":
+                        code.append(arg if arg < 1 << 31 else arg - (1 << 32))
+                    elif letter == "t":
+                        code.append(arg.pc)
+                    elif letter in ("d*", "u*"):
+                        code.append(len(arg))
+                        code += [slot[r] for r in arg]
+                    else:
+                        code.append(len(arg))
+                        for d, u in arg:
+                            code += [slot[d], slot[u]]
+        return Program(
+            code=np.array(code, dtype=np.int32),
+            constants=np.array(self.fixed_values, dtype=np.uint32),
+            num_registers=num_registers,
+            num_instructions=count,
+            **facts,
+        )

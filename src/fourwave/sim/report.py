@@ -1,0 +1,142 @@
+"""What a simulated launch did and what its checkers found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+# Order of core.c's F_ constants; also the names for session(checks=...).
+KINDS = ("memory", "init", "race", "wait", "barrier", "limit")
+
+_TEXT: dict[tuple[str, int], str] = {
+    ("memory", 0): "reads global memory outside every allocation of the launch",
+    ("memory", 1): "writes global memory outside every allocation of the launch",
+    ("memory", 2): "accesses LDS past the workgroup's allocation",
+    ("memory", 3): "writes LDS past the workgroup's allocation",
+    ("memory", 4): "a transposing LDS read at an address that is not 8-byte aligned",
+    ("memory", 5): "a buffer resource with a stride; only raw buffers (stride 0) are modelled",
+    ("memory", 6): "a copy to LDS that straddles the end of its buffer resource",
+    ("memory", 7): "a copy to LDS whose LDS address differs between lanes; the hardware uses the first lane's",
+    ("init", 0): "reads LDS that nothing has written",
+    ("race", 0): "reads LDS that another wave wrote with no completed write and barrier in between",
+    ("race", 1): "writes LDS that another wave read since the last barrier",
+    ("race", 2): "writes LDS that another wave wrote, or is copying to, with no barrier in between",
+    ("wait", 0): "reads LDS that its own copy has not reached: no wait covers the copy",
+    ("wait", 1): "reads LDS that another wave's copy has not reached: no wait covers the copy",
+    ("wait", 2): "the kernel ends with a copy to LDS that nothing waited for",
+    ("barrier", 0): "a barrier that only some lanes of the wave reach",
+    ("barrier", 1): "waves wait at this barrier after others have ended",
+    ("barrier", 2): "a matrix instruction with some lanes switched off",
+    ("barrier", 3): "an unreachable instruction was reached",
+    ("limit", 0): "the step limit was reached; the launch was stopped",
+    ("limit", 1): "branches nest too deep for the simulator",
+    ("limit", 2): "internal: an opcode the core does not know",
+}  # fmt: skip
+_ADVICE = {
+    "memory": "check the tail handling: the tile's last rows, columns or k, and the buffer resource's num_records",
+    "init": "make sure the copy or store that fills this LDS ran, for these lanes too",
+    "race": "put the write's wait (vmcnt for copies, lgkmcnt for LDS stores) and a barrier between the two",
+    "wait": "wait for the copy (s_waitcnt vmcnt) before this, and let a barrier follow where another wave issued it",
+    "barrier": "let every lane and every wave pass every barrier equally often, tails included",
+    "limit": "look for a loop that cannot end",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault, with the first place it was seen and how often.
+
+    kind        one of KINDS
+    file, line  the kernel's Python line; other_file, other_line: the other party's, where there is one
+    workgroup, wave, lane   of the first occurrence; other_wave: the other party (-1: none)
+    address     bytes: global address, or offset in LDS
+    """
+
+    kind: str
+    message: str
+    file: str
+    line: int
+    kernel: str
+    workgroup: int
+    wave: int
+    lane: int
+    address: int
+    count: int
+    other_file: str | None = None
+    other_line: int | None = None
+    other_wave: int = -1
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}"
+        other = f"\n    other party: {self.other_file}:{self.other_line} (wave {self.other_wave})" if self.other_file else ""
+        return (
+            f"{place}: {self.kind}: {self.message}\n"
+            f"    kernel {self.kernel}, workgroup {self.workgroup}, wave {self.wave}, lane {self.lane}, address {self.address:#x};"
+            f" {self.count} occurrences{other}\n    {_ADVICE[self.kind]}"
+        )
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch: sizes, host seconds spent simulating it, and the sums of the core's counters over its workgroups."""
+
+    kernel: str
+    arch: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    workgroups: int
+    lds_bytes: int
+    seconds: float
+    counters: dict[str, int]
+
+
+@dataclass
+class Report:
+    """Everything that ran in a session."""
+
+    launches: list[Launch] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def workgroups(self) -> int:
+        return sum(launch.workgroups for launch in self.launches)
+
+    @property
+    def seconds(self) -> float:
+        return sum(launch.seconds for launch in self.launches)
+
+    def add(self, other: Report) -> None:
+        self.launches += other.launches
+        self.findings += other.findings
+
+    def __str__(self) -> str:
+        head = f"{len(self.launches)} launches, {self.workgroups} workgroups, {self.seconds:.3f} s, {len(self.findings)} findings"
+        return "\n".join([head, *map(str, self.findings)])
+
+
+class SimulationError(RuntimeError):
+    """A launch had findings; `report` holds that launch and them."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__("the simulator found faults\n" + "\n".join(map(str, report.findings)))
+        self.report = report
+
+
+def finding_from_raw(raw: Any, lines: list[tuple[str, int]], kernel: str) -> Finding:
+    kind = KINDS[raw.kind]
+    file, line = lines[raw.line] if raw.line >= 0 else ("unknown", 0)
+    other = lines[raw.other_line] if raw.other_line >= 0 else (None, None)
+    return Finding(
+        kind=kind, message=_TEXT[kind, raw.detail], file=_short(file), line=line, kernel=kernel,
+        workgroup=raw.workgroup, wave=raw.wave, lane=raw.lane, address=raw.address, count=raw.count,
+        other_file=_short(other[0]) if other[0] else None, other_line=other[1], other_wave=raw.other_wave,
+    )  # fmt: skip
+
+
+def _short(file: str) -> str:
+    """Relative to the working directory where that is shorter."""
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except ValueError:
+        return file
