@@ -59,7 +59,8 @@ def run_demo(texts: list[str], file: Path | None, backend: str, threads: int | N
         console.print(f"[bold red]FAILED[/] {escape(failure)}")
     if failures:
         raise typer.Exit(1)
-    console.print("[bold green]OK[/] every Linear within its bound, every embedding within its cosine, no findings")
+    found = ", no findings" if result.simulated else ""
+    console.print(f"[bold green]OK[/] every Linear within its bound, every embedding within its cosine{found}")
 
 
 def show(console: Console, result: DemoResult, wall: float) -> None:
@@ -116,7 +117,7 @@ def show_errors(console: Console, result: DemoResult) -> None:
     table = out.table("Largest error over bound of each Linear (against float64; at most 1 is right)")
     table.add_column("layer", no_wrap=True)
     for linear in linears:
-        table.add_column(linear.removeprefix("attention."), justify="right")
+        table.add_column(linear.replace("attention.self.", "").removesuffix(".dense"), justify="right")
     alone = {layer: value for (layer, linear), value in worst.items() if not linear}
     for layer in dict.fromkeys(layer for layer, linear in worst if linear):
         table.add_row(layer, *(ratio_cell(worst[layer, linear]) for linear in linears))

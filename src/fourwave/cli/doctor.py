@@ -108,9 +108,8 @@ def backends() -> dict[str, str | None]:
 
     answers: dict[str, str | None] = {}
     for spec in BACKENDS:
-        name, _, arch = spec.partition(":")
         try:
-            answers[spec] = registry.get(name).unavailable(arch or None)
+            answers[spec] = registry.get(spec).unavailable()
         except Exception as error:  # as in attempt
             answers[spec] = f"failed to ask: {type(error).__name__}: {error}"
     return answers

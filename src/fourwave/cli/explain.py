@@ -31,28 +31,29 @@ def run_explain(
 ) -> None:
     if op != "gemm":
         out.fail(f"operation {op!r}: gemm is the only one so far")
-    given = [size for size in (M, N, K) if size is not None]
-    if len(given) not in (0, 3) or any(size < 0 for size in given):
+    sizes = None if M is None or N is None or K is None else (M, N, K)
+    if (sizes is None and (M, N, K) != (None, None, None)) or (sizes is not None and min(sizes) < 0):
         out.fail("give M, N and K, none of them negative")
     operands = names.dtype("--dtype", dtype)
     result = operands if out_dtype is None else names.dtype("--out-dtype", out_dtype)
     if isa:
         from fourwave.cli.isa import show_isa
 
-        sizes = tuple(given) or ISA_SHAPE
+        m, n, k = sizes or ISA_SHAPE
         problems = [
-            GemmProblem(*sizes, each, operands, operands, result) for each in names.layouts([layout] if layout else [])
+            GemmProblem(m, n, k, each, operands, operands, result) for each in names.layouts([layout] if layout else [])
         ]
         show_isa(problems, names.archs(archs), json)
         return
     if archs:
         out.fail("--arch goes with --isa; name a simulated architecture as --backend sim:gfx942")
-    if not given:
+    if sizes is None:
         out.fail("give M, N and K: fourwave explain gemm 4096 4096 4096")
     (chosen,) = names.layouts([layout or "TN"])
     on_gpu = registry.get("flydsl").unavailable() is None
+    m, n, k = sizes
     problem = GemmProblem(
-        *given, chosen, operands, operands, result, device_type="cuda" if on_gpu and not _simulated(backend) else "cpu"
+        m, n, k, chosen, operands, operands, result, device_type="cuda" if on_gpu and not _simulated(backend) else "cpu"
     )
     try:
         explanation = explain_problem(problem, backend=backend)

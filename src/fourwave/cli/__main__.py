@@ -1,0 +1,3 @@
+from fourwave.cli import main
+
+main()

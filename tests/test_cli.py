@@ -1,0 +1,226 @@
+"""The command line: options, exit codes, what it prints, and that a wrong kernel or a missing part shows."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fourwave.backends import registry
+from fourwave.cli import check, console, doctor
+from fourwave.cli.app import app
+from fourwave.ops.gemm.config import ARCHS, candidates, default_config
+from fourwave.ops.gemm.problem import LAYOUTS
+from fourwave.testing.cases import CaseResult, GemmCase
+from fourwave.testing.shapes import GEMM_SHAPES
+
+SIM_MISSING = registry.get("sim:gfx950").unavailable()
+needs_sim = pytest.mark.skipif(SIM_MISSING is not None, reason=f"simulator: {SIM_MISSING}")
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, list(arguments))
+
+
+def words(result) -> str:
+    return " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("command", [[], ["demo"], ["check"], ["doctor"], ["explain"], ["bench"], ["bench", "sim"]])
+def test_every_command_has_help(command):
+    result = invoke(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+def test_help_imports_no_dsl_and_no_model_library():
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from fourwave.cli.app import app\n"
+        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
+        "heavy = {'flydsl', 'cutlass', 'transformers', 'fourwave.sim', 'fourwave.demo', 'fourwave.perf'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"
+
+
+def test_version():
+    assert invoke("--version").output.startswith("fourwave ")
+
+
+def test_a_pipe_gets_no_colour_and_wide_lines():
+    run = subprocess.run(
+        [sys.executable, "-m", "fourwave.cli", "doctor"],
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "COLUMNS"},
+    )
+    assert run.returncode == 0, run.stderr
+    assert "\x1b" not in run.stdout
+    assert max(map(len, run.stdout.splitlines())) > 80
+
+
+def test_json_to_a_folder_that_is_not_there_is_an_error(tmp_path):
+    result = invoke("doctor", "--json", str(tmp_path / "no" / "file.json"))
+    assert result.exit_code == 2 and "cannot write" in words(result)
+
+
+# doctor
+
+
+def test_doctor_names_versions_backends_and_reasons(tmp_path):
+    path = tmp_path / "doctor.json"
+    result = invoke("doctor", "--json", str(path))
+    assert result.exit_code == 0
+    record = json.loads(path.read_text())
+    assert record["packages"]["torch"] == torch.__version__
+    assert record["backends"]["native"] == {"usable": True, "reason": None}
+    for name in doctor.BACKENDS:
+        assert record["backends"][name]["reason"] == registry.get(name).unavailable()
+    if record["backends"]["flydsl"]["usable"] is False:
+        assert record["backends"]["flydsl"]["reason"]
+
+
+def test_doctor_survives_missing_and_broken_parts(monkeypatch):
+    def broken(*arguments):
+        raise RuntimeError("this part is broken")
+
+    monkeypatch.setattr(doctor, "PACKAGES", (("no-such-package", "nothing"),))
+    monkeypatch.setattr(doctor, "TOOLS", (("no tool", ("no-such-tool",), "nothing"),))
+    monkeypatch.setattr(doctor, "gpus", broken)
+    monkeypatch.setattr(doctor, "cpu", broken)
+    monkeypatch.setattr(registry, "get", broken)
+    result = invoke("doctor")
+    assert result.exit_code == 0
+    assert "not installed" in result.output and "no no-such-tool on PATH" in result.output
+    assert words(result).count("this part is broken") >= 2 + len(doctor.BACKENDS)
+
+
+# explain
+
+
+def test_explain_says_what_runs_and_why_others_do_not():
+    result = invoke("explain", "gemm", "64", "96", "32", "--backend", "native", "--dtype", "fp16", "--layout", "nt")
+    assert result.exit_code == 0
+    assert "64x96x32 NT fp16" in result.output and "torch.mm" in result.output
+    assert "sim:gfx942" in result.output and "flydsl" in result.output
+
+
+def test_explain_a_simulated_backend_names_kernel_and_config():
+    result = invoke("explain", "gemm", "64", "96", "32", "--backend", "sim:gfx942")
+    if registry.get("sim:gfx942").unavailable():
+        assert result.exit_code == 2 and "BackendUnavailable" in result.output
+    else:
+        assert result.exit_code == 0
+        assert "cdna3.py" in result.output and "tile" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["conv", "1", "1", "1"], "gemm is the only one"),
+        (["gemm"], "give M, N and K"),
+        (["gemm", "1", "2"], "give M, N and K"),
+        (["gemm", "1", "2", "3", "--layout", "TT"], "choose from TN, NN, NT"),
+        (["gemm", "1", "2", "3", "--dtype", "int8"], "choose from bf16, fp16, fp32"),
+        (["gemm", "1", "2", "3", "--backend", "nonsense"], "nonsense"),
+        (["gemm", "1", "2", "3", "--arch", "gfx950"], "--arch goes with --isa"),
+        (["gemm", "--isa", "--arch", "gfx90a"], "choose from gfx950, gfx942"),
+        (["gemm", "--isa", "--dtype", "fp32"], "bfloat16 and float16"),
+    ],
+)
+def test_explain_refuses_what_it_cannot_answer(arguments, said):
+    result = invoke("explain", *arguments)
+    assert result.exit_code == 2
+    assert said in words(result)
+
+
+# check
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("full", [False, True])
+def test_check_covers_every_layout_dtype_shape_class_and_config(arch, full):
+    rows = list(check.plan(arch, LAYOUTS, check.DTYPES, full, seed=0))
+    assert len({(row.case, row.config) for row in rows}) == len(rows)
+    for layout in LAYOUTS:
+        for dtype in check.DTYPES:
+            shapes = {
+                row.case.shape
+                for row in rows
+                if row.case.layout == layout and row.case.dtype == dtype and row.config is None
+            }
+            assert shapes >= set(GEMM_SHAPES)
+        here = [row for row in rows if row.case.layout == layout]
+        ran = {row.config or default_config(row.case.problem, arch)[0] for row in here}
+        assert ran == set(candidates(arch))
+        assert any(row.case.accumulate for row in here) and any(row.case.bias_dtype for row in here)
+        assert {row.case.a_view for row in here} == {"contiguous", "sliced", "offset", "transposed"}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (CaseResult(1.5, (0, 0), None), "error is 1.5 times the bound"),
+        (CaseResult(float("inf"), (0, 0), None), "inf times the bound"),
+        (CaseResult(0.1, (0, 0), "3 guard bytes were overwritten"), "3 guard bytes were overwritten"),
+        (NotImplementedError("no such kernel"), "NotImplementedError: no such kernel"),
+    ],
+)
+@needs_sim
+def test_check_fails_when_a_row_does(monkeypatch, tmp_path, outcome, said):
+    def run(case, backend, **options):
+        if case.shape.name != "tail K":
+            return CaseResult(0.25, (0, 0), None)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(GemmCase, "run", run)
+    path = tmp_path / "check.json"
+    result = invoke("check", "--arch", "gfx950", "--layout", "NT", "--dtype", "bf16", "--json", str(path))
+    assert result.exit_code == 1
+    assert "1 failed" in words(result) and said in words(result)
+    rows = json.loads(path.read_text().replace("Infinity", "1e999"))["rows"]
+    assert [row["case"].startswith("tail K") for row in rows] == [not row["passed"] for row in rows]
+
+
+@needs_sim
+def test_check_passes_when_every_row_does(monkeypatch):
+    monkeypatch.setattr(GemmCase, "run", lambda case, backend, **options: CaseResult(0.25, (0, 0), None))
+    result = invoke("check", "--layout", "tn")
+    assert result.exit_code == 0
+    assert "0 failed; largest error over bound 0.250; 0 findings" in words(result)
+    assert "gfx950: ops/gemm/cdna4.py" in result.output and "gfx942: ops/gemm/cdna3.py" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--arch", "gfx1250"], "choose from gfx950, gfx942"),
+        (["--layout", "TT"], "choose from TN, NN, NT"),
+        (["--dtype", "fp32"], "choose from bf16, fp16"),
+        (["--backend", "native"], "choose from sim, flydsl"),
+    ],
+)
+def test_check_refuses_unknown_words(arguments, said):
+    result = invoke("check", *arguments)
+    assert result.exit_code == 2 and said in words(result)
+
+
+# progress
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys):
+    now = iter([0.0, 1.0, 16.0, 17.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
+    steps = console.PlainSteps("work")
+    steps.start(3)
+    for name in ("one", "two", "three"):
+        steps.done(name)
+    assert capsys.readouterr().err.strip() == "work: 2 of 3, 16 s  two"
