@@ -7,7 +7,7 @@ offsets inside one step are fixed per lane. Rows past the operand and k past K r
 
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, lds_read, minimum, select, uniform
+from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, lds_read, lds_read_transposed, minimum, select
 from fourwave.blocks.flydsl.mma import MMA_M, SLICE_K
 from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, WAVE, WORKGROUP
 
@@ -75,20 +75,46 @@ def load_direct(source, lds, stage_offset, k0, wave):
 
 
 class Fragments:
-    """Reads one wave's fragments of an operand from a stage in LDS."""
+    """Reads one wave's fragments of an operand from a stage in LDS.
+
+    Only the swizzle makes addresses differ in more than a constant, so a few per-lane bases and immediate offsets do.
+    """
 
     def __init__(self, tile, fmt, first_row, count, lane):
-        """first_row: first row of the wave's part of the tile; count: fragments of 16 rows each."""
+        """first_row: first row (of M or N) of the wave's part of the tile; count: fragments of 16 rows each."""
         self.tile, self.fmt, self.count = tile, fmt, count
-        line = first_row + lane % MMA_M
-        slice_chunks = SLICE_K // tile.chunk_elems
-        self.bases = [
-            line * tile.line_bytes
-            + ((lane // MMA_M + s * slice_chunks) ^ tile.key(lane % MMA_M)) * CHUNK_BYTES
-            for s in range(tile.tile_k // SLICE_K)
-        ]
+        self.num_slices = tile.tile_k // SLICE_K
+        group, in_group = lane // MMA_M, lane % MMA_M
+        if tile.k_contiguous:
+            # Lane: row in_group, k = 8 * group + 0..7 of the slice. One base per slice.
+            line = first_row + in_group
+            self.bases = [
+                tile.address(line, group + s * (SLICE_K // tile.chunk_elems)) for s in range(self.num_slices)
+            ]
+        else:
+            # A transposing read takes four rows of k and 16 columns from 16 lanes: lane 4 * q + p points at row q,
+            # columns 4 * p + 0..3, and lane r receives column r, rows 0..3 (DS_READ_B64_TR_B16, AMD CDNA4 ISA guide).
+            # k = 8 * group + q, and 4 more in the second read. One base per fragment, up to the swizzle's period.
+            q, p = in_group // 4, in_group % 4
+            line = tile.source_row(group * 8 + q)
+            self.period = min(count, max(1, min(tile.chunks_per_line // 2, 8)))
+            self.bases = [
+                tile.address(line, (first_row + i * MMA_M) // tile.chunk_elems + p // 2) + p % 2 * 8
+                for i in range(self.period)
+            ]
 
     def read(self, lds, stage_offset, k_slice):
-        base = self.bases[k_slice] + stage_offset
-        step = MMA_M * self.tile.line_bytes
-        return [lds_read(lds, base + i * step, self.fmt.fragment_elems, self.fmt.dtype) for i in range(self.count)]
+        tile, elems, dtype = self.tile, self.fmt.fragment_elems, self.fmt.dtype
+        if tile.k_contiguous:
+            base = self.bases[k_slice] + stage_offset
+            return [lds_read(lds, base + i * MMA_M * tile.line_bytes, elems, dtype) for i in range(self.count)]
+        bases = [base + stage_offset for base in self.bases]
+        fragments = []
+        for i in range(self.count):
+            at = bases[i % self.period] + (i - i % self.period) * MMA_M * tile.elem_bytes
+            at = at + k_slice * SLICE_K * tile.line_bytes
+            # k + 4 lies 8 lines further (tiles.source_row swaps bits 2 and 3).
+            low = lds_read_transposed(lds, at, dtype)
+            high = lds_read_transposed(lds, at + 8 * tile.line_bytes, dtype)
+            fragments.append(low.shuffle(high, list(range(elems))))
+        return fragments

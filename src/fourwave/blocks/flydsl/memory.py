@@ -113,6 +113,13 @@ def lds_read(lds, byte_offset, count, dtype):
 
 
 @dsl_loc_tracing
+def lds_read_transposed(lds, byte_offset, dtype):
+    """gfx950: ds_read_b64_tr_b16. Lane 4 * q + p of each 16 points at row q, columns 4 * p + 0..3 of a 4 x 16 block of
+    16-bit elements; lane r of the 16 receives column r, rows 0..3."""
+    return fx.Vector(_rocdl.ds_read_tr16_b64_(vector_type(4, dtype), _lds_address(lds, byte_offset)))
+
+
+@dsl_loc_tracing
 def lds_write(lds, byte_offset, value):
     """16 bytes per lane: ds_write_b128. Raw barriers do not wait for it: wait_lds() first."""
     _llvm.StoreOp(as_ir_value(value), _lds_address(lds, byte_offset), alignment=16)
@@ -141,3 +148,21 @@ def barrier():
 def keep_order():
     """The compiler moves nothing across this point (llvm.amdgcn.sched.barrier 0). No instruction is issued."""
     rocdl.sched_barrier(0)
+
+
+@dsl_loc_tracing
+def interleave(loads, reads, mfmas):
+    """Spread the memory instructions issued since the last keep_order() over the matrix instructions that follow.
+
+    A wave issues in order: memory instructions in one block would leave the matrix unit idle. Direct loads come first,
+    since they have the longest way; the rest of the mfmas follow. A hint to the scheduler; no instruction is issued.
+    """
+    share = mfmas // max(1, loads + reads)
+    for mask, count in ((rocdl.mask_vmem_rd, loads), (rocdl.mask_dsrd, reads)):
+        for _ in range(count):
+            rocdl.sched_group_barrier(mask, 1, 0)
+            if share:
+                rocdl.sched_group_barrier(rocdl.mask_mfma, share, 0)
+    rest = mfmas - share * (loads + reads)
+    if rest:
+        rocdl.sched_group_barrier(rocdl.mask_mfma, rest, 0)

@@ -63,6 +63,11 @@ class WaveMma:
         op, self.parts = fmt.mma[arch]
         self._op = getattr(_rocdl, op)
 
+    @property
+    def instructions(self):
+        """Matrix instructions per slice."""
+        return self.frags_m * self.frags_n * self.parts
+
     def zero(self):
         return [fx.Vector.filled(ACC_PER_LANE, 0.0, fx.Float32) for _ in range(self.frags_m * self.frags_n)]
 

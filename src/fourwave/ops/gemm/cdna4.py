@@ -31,10 +31,11 @@ from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.epilogue import store_tile
 from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, load_direct
-from fourwave.blocks.flydsl.memory import barrier, keep_order, uniform, wait_lds, wait_loads
+from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, uniform, wait_lds, wait_loads
 from fourwave.blocks.flydsl.mma import MMA_M, MMA_N, SLICE_K, WaveMma
 from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
-from fourwave.blocks.flydsl.tiles import LDS_BANKS, WAVE, WORKGROUP, OperandTile
+from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP, OperandTile
+from fourwave.ops.gemm.config import operand_tiles
 
 ARCH = "gfx950"
 
@@ -74,9 +75,20 @@ class Geometry:
         return self.tile_k // SLICE_K
 
     @property
+    def tiles_per_step(self):
+        """K tiles per main-loop step: the fragments read ahead alternate between two sets of registers, so a step has an
+        even number of slices; with an odd number they would have to be copied. An odd last tile is zeros."""
+        return 2 if self.num_slices % 2 else 1
+
+    @property
     def loads_per_tile(self):
         """Direct loads one wave issues per K step; each counts once in vmcnt."""
         return self.a.loads + self.b.loads
+
+    @property
+    def reads_per_slice(self):
+        """LDS reads of one wave per slice; a transposing read brings half a fragment."""
+        return self.frags_m * (1 if self.a.k_contiguous else 2) + self.frags_n * (1 if self.b.k_contiguous else 2)
 
     @property
     def interleave_n(self):
@@ -84,14 +96,10 @@ class Geometry:
 
 
 def geometry(config, layout, elem_bytes):
-    banks = LDS_BANKS[ARCH]
-    # Two neighbouring 16-column results are interleaved where a wave has pairs of them (tiles.source_row).
-    pairs = config.tile_n // config.waves_n % (2 * MMA_N) == 0
-    b_k_contiguous = layout == "TN"
+    a, b = operand_tiles(config, layout, elem_bytes, ARCH)
     return Geometry(
         config.tile_m, config.tile_n, config.tile_k, config.num_stages, config.waves_m, config.waves_n, config.group_m,
-        a=OperandTile(config.tile_m, config.tile_k, layout != "NT", elem_bytes, banks),
-        b=OperandTile(config.tile_n, config.tile_k, b_k_contiguous, elem_bytes, banks, pairs and b_k_contiguous),
+        a, b,
     )  # fmt: skip
 
 
@@ -147,30 +155,37 @@ def build(config, layout, fmt, epi):
         barrier()
         frag_a, frag_b = read_fragments(fx.Int32(0), 0)
 
-        # Main loop over K tiles. State: stage of tile k, the fragments of its first slice, the accumulators.
+        # Main loop, tiles_per_step K tiles a step. State: stage of tile k, its first fragments, the accumulators.
+        num_steps = num_tiles(K, geo.tile_k * geo.tiles_per_step)
         state = [fx.Int32(0)] + frag_a + frag_b + mma.zero()
-        for k_tile, state in range(fx.Int32(0), num_tiles(K, geo.tile_k), fx.Int32(1), init=state, unroll=1):
+        for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
             stage = fx.Int32(state[0])
             values = [fx.Vector(value) for value in state[1:]]
             frag_a = values[: geo.frags_m]
             frag_b = values[geo.frags_m : geo.frags_m + geo.frags_n]
             acc = values[geo.frags_m + geo.frags_n :]
-            next_stage = (stage == geo.num_stages - 1).select(fx.Int32(0), stage + 1)
-            for k_slice in fx.range_constexpr(geo.num_slices):
-                if fx.const_expr(k_slice < geo.num_slices - 1):
-                    next_a, next_b = read_fragments(stage, k_slice + 1)
-                else:
-                    wait_lds()
-                    # In flight: tiles k + 1 .. k + num_stages - 1. All but the oldest may stay so.
-                    wait_loads(in_flight=(geo.num_stages - 2) * geo.loads_per_tile)
-                    barrier()
-                    issue_loads(fx.Int32(k_tile) + geo.num_stages, stage)
-                    next_a, next_b = read_fragments(next_stage, 0)
-                acc = mma.step(frag_a, frag_b, acc)
-                frag_a, frag_b = next_a, next_b
-            # Keeps the compiler from moving the reads of tile k + 1 behind the multiplications, into the next step.
-            keep_order()
-            results = yield [next_stage] + frag_a + frag_b + acc
+            for tile in fx.range_constexpr(geo.tiles_per_step):
+                next_stage = (stage == geo.num_stages - 1).select(fx.Int32(0), stage + 1)
+                for k_slice in fx.range_constexpr(geo.num_slices):
+                    if fx.const_expr(k_slice < geo.num_slices - 1):
+                        next_a, next_b = read_fragments(stage, k_slice + 1)
+                    else:
+                        wait_lds()
+                        # In flight: tiles k + 1 .. k + num_stages - 1. All but the oldest may stay so.
+                        wait_loads(in_flight=(geo.num_stages - 2) * geo.loads_per_tile)
+                        barrier()
+                        keep_order()
+                        k_tile = fx.Int32(step) * geo.tiles_per_step + tile
+                        issue_loads(k_tile + geo.num_stages, stage)
+                        next_a, next_b = read_fragments(next_stage, 0)
+                    acc = mma.step(frag_a, frag_b, acc)
+                    loads = geo.loads_per_tile if k_slice == geo.num_slices - 1 else 0
+                    interleave(loads, geo.reads_per_slice, mma.instructions)
+                    # Multiplications of one slice stay with its reads: behind the barrier they would hold it up.
+                    keep_order()
+                    frag_a, frag_b = next_a, next_b
+                stage = next_stage
+            results = yield [stage] + frag_a + frag_b + acc
 
         # Drain: only loads past K are left; they must not land in LDS that another workgroup may own by then.
         wait_loads(in_flight=0)

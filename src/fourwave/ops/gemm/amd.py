@@ -1,0 +1,219 @@
+"""Launches the FlyDSL GEMM kernels: prepares operands, compiles once per specialisation, calls."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from fourwave.backends import guard
+from fourwave.ops.gemm.config import MAX_TILE_BYTES, GemmConfig, default_config, operand_tiles, why_unsupported
+from fourwave.ops.gemm.problem import GemmProblem
+
+ALIGN_BYTES = 16  # of bases and rows: global memory is read in chunks of 16 bytes
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """Everything that is fixed when a kernel is compiled. Sizes, strides, pointers and alpha are run-time values."""
+
+    arch: str
+    config: GemmConfig
+    layout: str
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+    activation: str | None
+    accumulate: bool
+    vectorised: bool  # epilogue.Epilogue
+
+
+def specialise(problem: GemmProblem, config: GemmConfig, arch: str, vectorised: bool = True) -> Specialisation:
+    return Specialisation(
+        arch, config, problem.layout, problem.a_dtype, problem.out_dtype, problem.bias_dtype, problem.activation,
+        problem.accumulate, vectorised,
+    )  # fmt: skip
+
+
+def build_launcher(spec: Specialisation):
+    """The FlyDSL JIT function of a specialisation: (a, b, out, bias, M, N, K, alpha, stream)."""
+    guard.import_flydsl()
+    from flydsl import expr as fx
+
+    from fourwave.blocks.flydsl.epilogue import Epilogue
+    from fourwave.blocks.flydsl.mma import FORMATS
+
+    if spec.arch == "gfx950":
+        from fourwave.ops.gemm import cdna4 as kernel
+    else:
+        from fourwave.ops.gemm import cdna3 as kernel
+
+    types = {torch.float32: fx.Float32, torch.bfloat16: fx.BFloat16, torch.float16: fx.Float16, None: None}
+    formats = {torch.bfloat16: FORMATS["bf16"], torch.float16: FORMATS["fp16"]}
+    epilogue = Epilogue(
+        types[spec.out_dtype], types[spec.bias_dtype], spec.activation, spec.accumulate, spec.vectorised
+    )
+    return kernel.build(spec.config, spec.layout, formats[spec.dtype], epilogue)
+
+
+def placeholder_arguments(spec: Specialisation):
+    """Arguments to compile with where nothing is launched; sizes do not matter."""
+    shape = (8, 8)
+    a = torch.zeros(shape, dtype=spec.dtype)
+    out = torch.zeros(shape, dtype=spec.out_dtype)
+    bias = torch.zeros(8, dtype=spec.bias_dtype or spec.out_dtype)
+    return _jit_arguments(a, a, out, bias, 8, 8, 8, 1.0, None)
+
+
+def _jit_arguments(a, b, out, bias, M, N, K, alpha, stream):
+    """Arguments for tracing: every extent and row stride is a run-time value, the inner stride is 1."""
+    import flydsl.compiler as flyc
+
+    def dynamic(tensor):
+        return flyc.from_torch_tensor(tensor).mark_layout_dynamic(leading_dim=tensor.dim() - 1)
+
+    return dynamic(a), dynamic(b), dynamic(out), dynamic(bias), M, N, K, alpha, stream
+
+
+_compiled: dict = {}  # (Specialisation, target) -> FlyDSL CompiledFunction
+_lock = threading.Lock()  # FlyDSL traces one function at a time
+
+
+def run(
+    problem: GemmProblem,
+    config: GemmConfig | None,
+    arch: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    alpha: float = 1.0,
+) -> list[str]:
+    """out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out) by the FlyDSL kernel for arch.
+
+    a, b    as stored (GemmProblem.a_shape, b_shape), inner stride 1, any row stride
+    out     [M, N], may be a strided view; nothing outside it is written
+    bias    [N] or None
+    Tensors are on a GPU of that arch, or on the CPU inside a fourwave.sim session of that arch; the caller has made
+    sure of it. Returns notes, such as which operand had to be copied. Raises NotImplementedError (why_unsupported).
+    """
+    if (reason := why_unsupported(problem, config, arch)) is not None:
+        raise NotImplementedError(reason)
+    if problem.M == 0 or problem.N == 0:
+        return []
+    if config is None:
+        config, _ = default_config(problem, arch)
+    notes: list[str] = []
+    if problem.K == 0:
+        # No element of the operands is read; they only need an address.
+        a = b = torch.zeros((1, ALIGN_BYTES), dtype=problem.a_dtype, device=out.device)
+    tile_a, tile_b = operand_tiles(config, problem.layout, a.element_size(), arch)
+    a = _readable("a", a, config.tile_k if problem.layout == "NT" else tile_a.extent, notes)
+    b = _readable("b", b, tile_b.extent if problem.layout == "TN" else config.tile_k, notes)
+
+    target = _writable(out, config.tile_m)
+    if target is None:
+        notes.append("out written through a copy: its inner stride is not 1 or its row stride is beyond the limit")
+        target = out.clone(memory_format=torch.contiguous_format)
+    vectorised = problem.N % 8 == 0 and _aligned(target)
+    if bias is None:
+        bias_arg = target[0]  # not read
+    else:
+        bias_arg = bias.contiguous()
+        if bias_arg.data_ptr() % ALIGN_BYTES and vectorised:
+            bias_arg = bias_arg.clone()
+            notes.append("bias copied: not 16-byte aligned")
+
+    spec = specialise(problem, config, arch, vectorised)
+    _launch(spec, (a, b, target, bias_arg, problem.M, problem.N, problem.K, float(alpha)))
+    if target.data_ptr() != out.data_ptr():
+        out.copy_(target)
+    return notes
+
+
+def _launch(spec, arguments):
+    tensor = arguments[0]
+    if tensor.device.type != "cuda":
+        _call(spec, _session_key(), (*arguments, None))
+        return
+    with torch.cuda.device(tensor.device):
+        _call(spec, ("cuda", tensor.device.index), (*arguments, torch.cuda.current_stream()))
+
+
+def _session_key():
+    from fourwave import sim
+
+    session = sim.active_session()
+    if session is None:
+        raise RuntimeError("CPU tensors need an open fourwave.sim session")
+    return ("sim", session.key)
+
+
+def _call(spec, target, arguments):
+    compiled = _compiled.get((spec, target))
+    if compiled is not None:
+        compiled(*arguments)
+        return
+    with _lock:
+        compiled = _compiled.get((spec, target))
+        if compiled is None:
+            launcher = build_launcher(spec)
+            import flydsl.compiler as flyc
+
+            # compile() also launches, since the arguments are live.
+            _compiled[spec, target] = flyc.compile(launcher, *_jit_arguments(*arguments))
+            return
+    compiled(*arguments)
+
+
+def _rows_aligned(tensor):
+    return tensor.stride(0) * tensor.element_size() % ALIGN_BYTES == 0
+
+
+def _aligned(tensor):
+    return tensor.data_ptr() % ALIGN_BYTES == 0 and _rows_aligned(tensor)
+
+
+def _plain_strides(tensor):
+    """The same 2-D tensor with the strides of dims of size 1, which PyTorch leaves arbitrary, made ordinary."""
+    rows, columns = tensor.shape
+    inner = tensor.stride(1) if columns > 1 else 1
+    chunk = ALIGN_BYTES // tensor.element_size()
+    outer = tensor.stride(0) if rows > 1 else -(-columns // chunk) * chunk
+    if (outer, inner) == tensor.stride():
+        return tensor
+    return tensor.as_strided((rows, columns), (outer, inner))
+
+
+def _readable(name, tensor, tile_rows, notes):
+    """tensor, or an aligned copy of it whose rows are padded with zeros to whole chunks."""
+    tensor = _plain_strides(tensor)
+    chunk = ALIGN_BYTES // tensor.element_size()
+    rows, columns = tensor.shape
+    if tensor.stride(1) != 1:
+        reason = "inner stride is not 1"
+    elif tensor.data_ptr() % ALIGN_BYTES:
+        reason = "base not 16-byte aligned"
+    elif not _rows_aligned(tensor):
+        reason = "row stride not 16-byte aligned"
+    elif columns % chunk:
+        reason = f"row length {columns} is not a multiple of {chunk}"
+    elif tile_rows * tensor.stride(0) * tensor.element_size() >= MAX_TILE_BYTES:
+        reason = f"row stride {tensor.stride(0)} is beyond the limit"
+    else:
+        return tensor
+    notes.append(f"{name} copied: {reason}")
+    padded = torch.zeros((rows, -(-columns // chunk) * chunk), dtype=tensor.dtype, device=tensor.device)
+    padded[:, :columns].copy_(tensor)
+    return padded
+
+
+def _writable(out, tile_m):
+    """out with plain strides, or None if the kernel cannot address it."""
+    out = _plain_strides(out)
+    if out.stride(1) != 1 or tile_m * out.stride(0) * out.element_size() >= MAX_TILE_BYTES:
+        return None
+    return out
+

@@ -1,0 +1,223 @@
+"""Tunables of the CDNA GEMM kernels, the default choice, and the one rule for what they support.
+
+Imports neither FlyDSL nor torch.cuda: the rule can be asked anywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fourwave.blocks.flydsl.tiles import LDS_BANKS, LDS_BYTES, REGISTERS, WAVE, OperandTile
+
+if TYPE_CHECKING:
+    from fourwave.ops.gemm.problem import GemmProblem
+
+ARCHS = ("gfx950", "gfx942")
+NUM_CUS = {"gfx950": 256, "gfx942": 304}  # MI350X, MI300X
+MMA = {"gfx950": "16x16x32", "gfx942": "16x16x16"}
+MAX_VMCNT = 63  # loads in flight that s_waitcnt can count
+MAX_TILE_BYTES = 2**31  # one buffer resource: tile rows x row stride
+MAX_EXTENT = 2**31 - 2**12  # sizes are int32, and rounding up to a tile must not overflow
+ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu")
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """tile_*: output tile and reduction step of a workgroup; waves_m x waves_n = 4 waves share it.
+
+    num_stages  LDS buffers per operand
+    group_m     rows of tiles in a band that neighbouring workgroups walk through together (L2 reuse)
+    mma         the matrix instruction; fixed by the machine
+    """
+
+    tile_m: int = 256
+    tile_n: int = 256
+    tile_k: int = 32
+    num_stages: int = 4
+    waves_m: int = 2
+    waves_n: int = 2
+    group_m: int = 8
+    mma: str = "16x16x32"
+
+    def __str__(self):
+        return (
+            f"{self.tile_m}x{self.tile_n}x{self.tile_k}, {self.num_stages} stages, "
+            f"{self.waves_m}x{self.waves_n} waves, mma {self.mma}"
+        )
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_stages: int
+    waves_m: int
+    waves_n: int
+    rate: float  # modelled share of the matrix units' rate that a full workgroup reaches; not measured
+
+
+# One workgroup of the 256-wide tile fills a compute unit's registers. Smaller tiles read more LDS and L2 bytes per
+# multiplication, hence the lower rates.
+_CANDIDATES = {
+    "gfx950": (
+        _Candidate(256, 256, 32, 4, 2, 2, 1.0),
+        _Candidate(128, 128, 64, 4, 2, 2, 0.7),
+        _Candidate(64, 64, 64, 4, 2, 2, 0.4),
+        _Candidate(32, 128, 128, 3, 1, 4, 0.3),
+        _Candidate(16, 64, 128, 4, 1, 4, 0.15),
+    ),
+    "gfx942": (
+        _Candidate(256, 256, 32, 2, 2, 2, 1.0),
+        _Candidate(128, 128, 32, 2, 2, 2, 0.7),
+        _Candidate(64, 64, 64, 2, 2, 2, 0.4),
+        _Candidate(32, 128, 64, 2, 1, 4, 0.3),
+        _Candidate(16, 64, 128, 2, 1, 4, 0.15),
+    ),
+}
+
+
+def candidates(arch: str) -> list[GemmConfig]:
+    """The configurations that are compiled and tested for arch."""
+    return [
+        GemmConfig(c.tile_m, c.tile_n, c.tile_k, c.num_stages, c.waves_m, c.waves_n, mma=MMA[arch])
+        for c in _CANDIDATES[arch]
+    ]
+
+
+def default_config(problem: GemmProblem, arch: str) -> tuple[GemmConfig, list[str]]:
+    """The configuration used when the caller names none, and the reasons in words.
+
+    Takes the tile with the least modelled time: rounds of workgroups over the compute units, each round as long as
+    one tile takes at the tile's rate. Small M thus gets the tiles with few rows.
+    """
+    cus = NUM_CUS[arch]
+    best = None
+    for candidate, config in zip(_CANDIDATES[arch], candidates(arch), strict=True):
+        tiles = -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
+        time = -(-tiles // cus) * config.tile_m * config.tile_n / candidate.rate
+        if best is None or time < best[0]:
+            best = (time, tiles, config)
+    assert best is not None
+    _, tiles, config = best
+    reasons = [
+        f"tile {config.tile_m}x{config.tile_n}: {tiles} workgroup(s) for {cus} compute units of {arch}, "
+        f"{-(-tiles // cus)} round(s); the least modelled time of {len(_CANDIDATES[arch])} tiles"
+    ]
+    if config.tile_m < 64:
+        reasons.append(f"M={problem.M}: taller tiles would multiply rows that do not exist")
+    lds = lds_bytes(config, problem.layout, _elem_bytes(problem), arch)
+    reasons.append(f"{config.num_stages} stages of tile_k={config.tile_k}: {lds} of {LDS_BYTES[arch]} bytes of LDS")
+    return config, reasons
+
+
+def _elem_bytes(problem):
+    return problem.a_dtype.itemsize
+
+
+def operand_tiles(config: GemmConfig, layout: str, elem_bytes: int, arch: str) -> tuple[OperandTile, OperandTile]:
+    """(a, b) tiles as they lie in LDS.
+
+    gfx950 keeps the operand's memory order. gfx942 has no transposing read and turns operands round on the way in, so
+    both lie with K contiguous. Where K is contiguous, the columns of neighbouring results are interleaved if a wave has
+    pairs of them (OperandTile.source_row).
+    """
+    banks = LDS_BANKS[arch]
+    a_k_contiguous = layout != "NT" or arch == "gfx942"
+    b_k_contiguous = layout == "TN" or arch == "gfx942"
+    pairs = config.tile_n // config.waves_n % 32 == 0
+    return (
+        OperandTile(config.tile_m, config.tile_k, a_k_contiguous, elem_bytes, banks),
+        OperandTile(config.tile_n, config.tile_k, b_k_contiguous, elem_bytes, banks, pairs and b_k_contiguous),
+    )
+
+
+def lds_bytes(config: GemmConfig, layout: str, elem_bytes: int, arch: str) -> int:
+    return config.num_stages * sum(tile.stage_bytes for tile in operand_tiles(config, layout, elem_bytes, arch))
+
+
+def min_registers(config: GemmConfig, elem_bytes: int, arch: str) -> int:
+    """Registers per lane that cannot be avoided: accumulators, two sets of fragments, gfx942's loads in flight."""
+    wave_m, wave_n = config.tile_m // config.waves_m, config.tile_n // config.waves_n
+    accumulators = wave_m * wave_n // WAVE
+    fragments = 2 * (wave_m + wave_n) * 32 * elem_bytes // (4 * WAVE)
+    staged = 0
+    if arch == "gfx942":
+        staged = (config.tile_m + config.tile_n) * config.tile_k * elem_bytes // (4 * 4 * WAVE)
+    return accumulators + fragments + staged
+
+
+def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) -> str | None:
+    """Why the FlyDSL GEMM kernels cannot do this problem with this configuration (None: the default), or None.
+
+    The row strides of the operands are not part of a problem: amd.run copies an operand that is not aligned or whose
+    stride is beyond the limit.
+    """
+    if arch not in ARCHS:
+        return f"arch {arch!r}: there are kernels for {', '.join(ARCHS)}"
+    if problem.layout not in ("TN", "NN", "NT"):
+        return f"layout {problem.layout!r}: the kernels have TN, NN and NT"
+    if problem.a_dtype != problem.b_dtype:
+        return f"a is {problem.a_dtype} and b is {problem.b_dtype}: the kernels take one type for both"
+    if problem.a_dtype not in (torch.bfloat16, torch.float16):
+        return f"operands are {problem.a_dtype}: the kernels take bfloat16 and float16"
+    outputs = (torch.float32, torch.bfloat16, torch.float16)
+    if problem.out_dtype not in outputs:
+        return f"out is {problem.out_dtype}: the kernels write float32, bfloat16 and float16"
+    if problem.bias_dtype is not None and problem.bias_dtype not in outputs:
+        return f"bias is {problem.bias_dtype}: the kernels read float32, bfloat16 and float16"
+    if problem.activation not in ACTIVATIONS:
+        return f"activation {problem.activation!r}: the kernels have {', '.join(a for a in ACTIVATIONS if a)}"
+    for name in ("M", "N", "K"):
+        if getattr(problem, name) > MAX_EXTENT:
+            return f"{name}={getattr(problem, name)}: sizes are 32-bit in the kernels, at most {MAX_EXTENT}"
+    if config is None:
+        if min(problem.M, problem.N) == 0:
+            return None
+        config, _ = default_config(problem, arch)
+    return _why_config_unsupported(problem, config, arch)
+
+
+def _why_config_unsupported(problem, config, arch):
+    elem_bytes = _elem_bytes(problem)
+    if config.mma != MMA[arch]:
+        return f"mma {config.mma}: the {arch} kernel multiplies with {MMA[arch]}"
+    if config.waves_m * config.waves_n != 4:
+        return f"{config.waves_m} x {config.waves_n} waves: a workgroup has four"
+    for name, tile, waves in (("tile_m", config.tile_m, config.waves_m), ("tile_n", config.tile_n, config.waves_n)):
+        if tile % (16 * waves):
+            return f"{name}={tile}: {waves} wave(s) need a multiple of {16 * waves}"
+    if config.tile_k % 32:
+        return f"tile_k={config.tile_k}: a multiple of 32 is needed"
+    if config.group_m < 1:
+        return f"group_m={config.group_m}: at least 1 is needed"
+    a, b = operand_tiles(config, problem.layout, elem_bytes, arch)
+    for tile in (a, b):
+        if (reason := tile.problem()) is not None:
+            return reason
+    if arch == "gfx950":
+        if config.num_stages < 3:
+            return f"num_stages={config.num_stages}: with fewer than 3 every wait would drain all loads"
+        in_flight = (config.num_stages - 1) * (a.loads + b.loads)
+        if in_flight > MAX_VMCNT:
+            return f"{in_flight} loads in flight: s_waitcnt counts to {MAX_VMCNT}; take fewer stages or smaller tiles"
+    elif config.num_stages != 2:
+        return f"num_stages={config.num_stages}: the gfx942 kernel has 2 LDS buffers and one more tile in registers"
+    lds = lds_bytes(config, problem.layout, elem_bytes, arch)
+    if lds > LDS_BYTES[arch]:
+        return f"{lds} bytes of LDS: {arch} has {LDS_BYTES[arch]} per workgroup"
+    registers = min_registers(config, elem_bytes, arch)
+    if registers > REGISTERS - 48:  # addresses, loop state, epilogue
+        return f"at least {registers} registers per lane and 48 for addresses: there are {REGISTERS}"
+    for what, rows, inner in (
+        ("a", config.tile_m if problem.layout != "NT" else config.tile_k, problem.M if problem.layout == "NT" else problem.K),
+        ("b", config.tile_n if problem.layout == "TN" else config.tile_k, problem.K if problem.layout == "TN" else problem.N),
+    ):  # fmt: skip
+        if rows * inner * elem_bytes >= MAX_TILE_BYTES:
+            return f"{what}: {rows} rows of {inner} elements span {MAX_TILE_BYTES} bytes or more, the limit of a tile"
+    if config.tile_m * problem.N * problem.out_dtype.itemsize >= MAX_TILE_BYTES:
+        return f"out: {config.tile_m} rows of {problem.N} elements span {MAX_TILE_BYTES} bytes or more, the limit of a tile"
+    return None
