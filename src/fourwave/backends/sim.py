@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class SimBackend(Backend):
-    """Simulated `arch`. A finding of the checkers raises fourwave.sim.SimulationError: no result comes with one."""
+    """Simulated `arch`. A finding of the checkers raises fourwave.sim.SimulationError: no result comes with one.
+
+    Every call adds what it simulated to fourwave.sim.current_report(), findings included.
+    """
 
     def __init__(self, arch: str) -> None:
         if arch not in ARCHS:
@@ -33,7 +36,7 @@ class SimBackend(Backend):
             from fourwave.sim import unavailable
         except ImportError as error:
             return f"the simulator cannot be imported: {error}"
-        return unavailable()
+        return unavailable(self.arch)
 
     def why_unsupported(self, problem: GemmProblem, config: GemmConfig | None) -> str | None:
         if problem.device_type != "cpu":
@@ -61,5 +64,8 @@ class SimBackend(Backend):
 
         if config is None:
             config = default_config(problem, self.arch)[0]
-        with sim.session(arch=self.arch, on_finding="raise"):
-            return amd.run(problem, config, self.arch, a, b, out, bias=bias, alpha=alpha)
+        with sim.session(arch=self.arch, on_finding="raise") as report:
+            try:
+                return amd.run(problem, config, self.arch, a, b, out, bias=bias, alpha=alpha)
+            finally:
+                sim.current_report().add(report)
