@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, minimum, select
-from fourwave.blocks.flydsl.mma import ACC_PER_LANE, MMA_M, MMA_N
+from fourwave.blocks.flydsl.tiles import MMA_M, MMA_N
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ def activate(x, activation):
 
 
 def store_tile(acc, epi, out, bias, alpha, m0, n0, M, N, geo, wave_m, wave_n, lane):
-    """Finish and store one wave's accumulators. geo: frags_m, frags_n, wave_tile_m, wave_tile_n, tile_m, interleave_n.
+    """Finish and store one wave's accumulators. geo: a, b (OperandTile), frags_*, wave_tile_*, tile_m.
 
-    Lane l holds, of result (i, j), row l % 16 and four neighbouring columns (mma.py); with interleave_n the results
-    (i, 2p) and (i, 2p + 1) together give it eight neighbours (tiles.OperandTile.source_row).
+    Lane l holds, of result (i, j), one row of the output and four columns (mma.py); the results of one group of N
+    fragments together give it a run of neighbouring columns (tiles.OperandTile.run_element).
     """
     size = epi.out_dtype.width // 8
     row_bytes = fx.Int64(fx.get_scalar(out.stride[0])) * size
@@ -75,28 +75,27 @@ def store_tile(acc, epi, out, bias, alpha, m0, n0, M, N, geo, wave_m, wave_n, la
         bias_size = epi.bias_dtype.width // 8
         bias_buffer = Buffer(bias, fx.Int64(n0) * bias_size, fx.Int64(N - n0) * bias_size)
 
-    per_run = 2 if geo.interleave_n else 1  # results that make one run of neighbouring columns
-    run = per_run * ACC_PER_LANE
+    group, run = geo.b.group, geo.b.run
     width = min(run, 16 // size) if epi.vectorised else 1  # elements per store
     pitch = fx.Int32(row_bytes)
-    for p in range(geo.frags_n // per_run):
-        column0 = wave_n * geo.wave_tile_n + p * per_run * MMA_N + (lane // MMA_M) * run
+    rows = [wave_m * geo.wave_tile_m + geo.a.fragment_row(i, lane % MMA_M) for i in range(geo.frags_m)]
+    for p in range(geo.frags_n // group):
+        first_column = wave_n * geo.wave_tile_n + p * group * MMA_N + (lane // MMA_M) * run
         for c in range(0, run, width):
-            column = column0 + c
+            column = first_column + c
             stored = column < N - n0
             addend = None
             if epi.bias_dtype is not None:
                 offset = select(stored, column * bias_size, OUT_OF_RANGE)
                 addend = bias_buffer.load(offset, width, epi.bias_dtype).to(fx.Float32)
-            for i in range(geo.frags_m):
-                row = wave_m * geo.wave_tile_m + i * MMA_M + lane % MMA_M
+            for i, row in enumerate(rows):
                 offset = select(stored, row * pitch + column * size, OUT_OF_RANGE)
                 values = []
-                for e in range(c, c + width):
-                    j, r = p * per_run + e // ACC_PER_LANE, e % ACC_PER_LANE
-                    x = acc[i * geo.frags_n + j][r] * alpha
+                for e in range(width):
+                    q, r = geo.b.run_element(c + e)
+                    x = acc[i * geo.frags_n + p * group + q][r] * alpha
                     if addend is not None:
-                        x = x + addend[e - c]
+                        x = x + addend[e]
                     values.append(activate(x, epi.activation))
                 result = fx.Vector.from_elements(values, fx.Float32)
                 if epi.accumulate:

@@ -7,9 +7,8 @@ offsets inside one step are fixed per lane. Rows past the operand and k past K r
 
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, lds_read, lds_read_transposed, minimum, select
-from fourwave.blocks.flydsl.mma import MMA_M, SLICE_K
-from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, WAVE, WORKGROUP
+from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, lds_read, lds_read_transposed, lds_write, minimum, select
+from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, MMA_M, SLICE_K, WAVE, WORKGROUP
 
 
 class GlobalTile:
@@ -23,6 +22,7 @@ class GlobalTile:
 
     def __init__(self, tensor, tile, row0, K, thread):
         self.tensor, self.tile = tensor, tile
+        self.dtype = tensor.dtype
         self.rows = fx.Int32(fx.get_scalar(tensor.shape[0]))
         self.columns = fx.Int32(fx.get_scalar(tensor.shape[1]))
         self.row_bytes = fx.Int64(fx.get_scalar(tensor.stride[0])) * tile.elem_bytes
@@ -74,6 +74,18 @@ def load_direct(source, lds, stage_offset, k0, wave):
         buffer.load_to_lds(lds, wave_offset, offset)
 
 
+def load_registers(source, k0):
+    """gfx942: this lane's chunks of one stage, in registers (the compiler waits for them where they are used)."""
+    buffer, offsets = source.step(k0)
+    return [buffer.load(offset, source.tile.chunk_elems, source.dtype) for offset in offsets]
+
+
+def store_registers(chunks, lds, stage_offset, thread):
+    """gfx942: what load_registers brought, to LDS. Lanes write 16 contiguous bytes each: no bank conflicts."""
+    for i, chunk in enumerate(chunks):
+        lds_write(lds, stage_offset + thread * CHUNK_BYTES + i * (WORKGROUP * CHUNK_BYTES), chunk)
+
+
 class Fragments:
     """Reads one wave's fragments of an operand from a stage in LDS.
 
@@ -83,38 +95,65 @@ class Fragments:
     def __init__(self, tile, fmt, first_row, count, lane):
         """first_row: first row (of M or N) of the wave's part of the tile; count: fragments of 16 rows each."""
         self.tile, self.fmt, self.count = tile, fmt, count
-        self.num_slices = tile.tile_k // SLICE_K
         group, in_group = lane // MMA_M, lane % MMA_M
         if tile.k_contiguous:
             # Lane: row in_group, k = 8 * group + 0..7 of the slice. One base per slice.
             line = first_row + in_group
             self.bases = [
-                tile.address(line, group + s * (SLICE_K // tile.chunk_elems)) for s in range(self.num_slices)
+                tile.address(line, group + s * (SLICE_K // tile.chunk_elems)) for s in range(tile.tile_k // SLICE_K)
             ]
-        else:
+            return
+        if tile.banks == 64:
             # A transposing read takes four rows of k and 16 columns from 16 lanes: lane 4 * q + p points at row q,
             # columns 4 * p + 0..3, and lane r receives column r, rows 0..3 (DS_READ_B64_TR_B16, AMD CDNA4 ISA guide).
-            # k = 8 * group + q, and 4 more in the second read. One base per fragment, up to the swizzle's period.
-            q, p = in_group // 4, in_group % 4
-            line = tile.source_row(group * 8 + q)
-            self.period = min(count, max(1, min(tile.chunks_per_line // 2, 8)))
-            self.bases = [
-                tile.address(line, (first_row + i * MMA_M) // tile.chunk_elems + p // 2) + p % 2 * 8
-                for i in range(self.period)
-            ]
+            # k = 8 * group + q, and 4 more in the second read.
+            line = tile.source_row(group * 8 + in_group // 4)
+            columns = [first_row + i * MMA_M + in_group % 4 * 4 for i in range(count)]
+        else:
+            # Lane: columns tile.group * in_group + 0.. of each group of fragments; line of k = 8 * group.
+            line = group
+            width = tile.group
+            columns = [first_row + (i * MMA_M + in_group) * width for i in range(count // width)]
+        # One base per address that the swizzle, which reaches 16 chunks, makes different; the others by offset.
+        step = MMA_M * (1 if tile.banks == 64 else tile.group)
+        self.period = min(len(columns), max(1, min(tile.extent, 16 * tile.chunk_elems) // step))
+        self.step_bytes = step * tile.elem_bytes
+        self.bases = [
+            tile.address(line, column // tile.chunk_elems) + column % tile.chunk_elems * tile.elem_bytes
+            for column in columns[: self.period]
+        ]
+
+    @property
+    def reads(self):
+        """LDS reads per slice."""
+        return self.count * (1 if self.tile.k_contiguous else 2 if self.tile.banks == 64 else 8 // self.tile.group)
 
     def read(self, lds, stage_offset, k_slice):
-        tile, elems, dtype = self.tile, self.fmt.fragment_elems, self.fmt.dtype
-        if tile.k_contiguous:
-            base = self.bases[k_slice] + stage_offset
-            return [lds_read(lds, base + i * MMA_M * tile.line_bytes, elems, dtype) for i in range(self.count)]
-        bases = [base + stage_offset for base in self.bases]
-        fragments = []
-        for i in range(self.count):
-            at = bases[i % self.period] + (i - i % self.period) * MMA_M * tile.elem_bytes
-            at = at + k_slice * SLICE_K * tile.line_bytes
-            # k + 4 lies 8 lines further (tiles.source_row swaps bits 2 and 3).
-            low = lds_read_transposed(lds, at, dtype)
-            high = lds_read_transposed(lds, at + 8 * tile.line_bytes, dtype)
-            fragments.append(low.shuffle(high, list(range(elems))))
-        return fragments
+        """The fragments of one slice."""
+        if self.tile.k_contiguous:
+            return self._read_rows(lds, self.bases[k_slice] + stage_offset)
+        offset = stage_offset + k_slice * SLICE_K * self.tile.line_bytes
+        bases = [base + offset for base in self.bases]
+        if self.tile.banks == 64:
+            return [self._read_transposed(lds, self._at(bases, i)) for i in range(self.count)]
+        groups = [self._read_sorted(lds, self._at(bases, i)) for i in range(self.count // self.tile.group)]
+        return [fragment for fragments in groups for fragment in fragments]
+
+    def _at(self, bases, i):
+        return bases[i % self.period] + (i - i % self.period) * self.step_bytes
+
+    def _read_rows(self, lds, base):
+        step = MMA_M * self.tile.line_bytes
+        return [lds_read(lds, base + i * step, self.fmt.fragment_elems, self.fmt.dtype) for i in range(self.count)]
+
+    def _read_transposed(self, lds, at):
+        low = lds_read_transposed(lds, at, self.fmt.dtype)
+        # k + 4 lies 8 lines further (tiles.source_row swaps bits 2 and 3).
+        high = lds_read_transposed(lds, at + 8 * self.tile.line_bytes, self.fmt.dtype)
+        return low.shuffle(high, list(range(self.fmt.fragment_elems)))
+
+    def _read_sorted(self, lds, at):
+        # k + 1 lies 4 lines further (tiles.source_row).
+        width, dtype = self.tile.group, self.fmt.dtype
+        rows = [lds_read(lds, at + k * 4 * self.tile.line_bytes, width, dtype) for k in range(self.fmt.fragment_elems)]
+        return [fx.Vector.from_elements([row[q] for row in rows], dtype) for q in range(width)]

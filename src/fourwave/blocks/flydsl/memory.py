@@ -19,7 +19,6 @@ from flydsl.expr import rocdl
 from flydsl.expr.meta import dsl_loc_tracing
 from flydsl.expr.typing import as_ir_value
 
-WAVE = 64  # lanes
 OUT_OF_RANGE = -(2**31)  # 0x8000_0000 as an unsigned offset; num_bytes never exceeds it
 MAX_BUFFER_BYTES = 2**31  # bytes one buffer resource may span, so that OUT_OF_RANGE is out of range
 
@@ -107,9 +106,10 @@ def _lds_address(lds, byte_offset):
 
 @dsl_loc_tracing
 def lds_read(lds, byte_offset, count, dtype):
-    """count elements (16 bytes in all) per lane: ds_read_b128."""
-    assert count * dtype.width == 128, "aligned 16-byte reads only"
-    return fx.Vector(_llvm.LoadOp(vector_type(count, dtype), _lds_address(lds, byte_offset), alignment=16).result)
+    """count elements per lane, 2 to 16 bytes in all, from an address that is a multiple of that size."""
+    result = vector_type(count, dtype) if count > 1 else dtype.ir_type
+    value = _llvm.LoadOp(result, _lds_address(lds, byte_offset), alignment=count * dtype.width // 8).result
+    return fx.Vector(value) if count > 1 else fx.Vector.filled(1, dtype(value), dtype)
 
 
 @dsl_loc_tracing
@@ -151,18 +151,19 @@ def keep_order():
 
 
 @dsl_loc_tracing
-def interleave(loads, reads, mfmas):
+def interleave(mfmas, *, writes=0, loads=0, reads=0):
     """Spread the memory instructions issued since the last keep_order() over the matrix instructions that follow.
 
-    A wave issues in order: memory instructions in one block would leave the matrix unit idle. Direct loads come first,
-    since they have the longest way; the rest of the mfmas follow. A hint to the scheduler; no instruction is issued.
+    A wave issues in order: memory instructions in one block would leave the matrix unit idle. LDS writes come first
+    (they free the registers that the loads fill), then global loads (they have the longest way), then LDS reads.
+    A hint to the scheduler; no instruction is issued.
     """
-    share = mfmas // max(1, loads + reads)
-    for mask, count in ((rocdl.mask_vmem_rd, loads), (rocdl.mask_dsrd, reads)):
+    share = mfmas // max(1, writes + loads + reads)
+    for mask, count in ((rocdl.mask_dswr, writes), (rocdl.mask_vmem_rd, loads), (rocdl.mask_dsrd, reads)):
         for _ in range(count):
             rocdl.sched_group_barrier(mask, 1, 0)
             if share:
                 rocdl.sched_group_barrier(rocdl.mask_mfma, share, 0)
-    rest = mfmas - share * (loads + reads)
+    rest = mfmas - share * (writes + loads + reads)
     if rest:
         rocdl.sched_group_barrier(rocdl.mask_mfma, rest, 0)

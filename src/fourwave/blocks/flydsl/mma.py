@@ -20,10 +20,8 @@ from flydsl.expr.meta import dsl_loc_tracing
 from flydsl.expr.typing import as_ir_value
 
 from fourwave.blocks.flydsl.memory import vector_type
+from fourwave.blocks.flydsl.tiles import MMA_M, SLICE_K, WAVE
 
-MMA_M = 16
-MMA_N = 16
-SLICE_K = 32  # k of one fragment
 ACC_PER_LANE = 4  # float32 values of one 16 x 16 result per lane
 
 
@@ -42,7 +40,7 @@ class OperandFormat:
     @property
     def fragment_elems(self):
         """Elements of one fragment per lane."""
-        return MMA_M * SLICE_K // 64
+        return MMA_M * SLICE_K // WAVE
 
 
 FORMATS = {

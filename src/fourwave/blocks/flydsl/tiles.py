@@ -4,12 +4,17 @@ An operand tile has `extent` rows or columns of the output (tile_m or tile_n) an
 Its image in LDS keeps the memory order of the operand, so that global memory is read in 16-byte chunks:
 
   k_contiguous      [extent][tile_k]   fragments are read with ds_read_b128
-  otherwise         [tile_k][extent]   fragments are read with transposing reads (gfx950) or after a transposing
-                                       write (gfx942)
+  otherwise         [tile_k][extent]   gfx950: transposing reads (ds_read_b64_tr_b16)
+                                       gfx942: a lane reads `group` neighbours at each k and sorts them into as many
+                                       fragments in registers
 
 Two permutations make the reads free of bank conflicts without padding (a direct load to LDS cannot pad):
-  slots   the LDS line that holds a given row; lines that one read touches at once are consecutive
+  lines   source_row: which row each LDS line holds; lines that one read touches at once are consecutive
   key     XORed onto the chunk index inside a line; spreads those lines over the banks
+
+Which output rows or columns a fragment stands for is free as long as the epilogue knows (fragment_row, run_element). A
+lane of a 16 x 16 result holds four rows of the instruction's first operand, the N operand (mma.py); `group` fragments
+are woven so that the lane's 4 * group columns of the output are neighbours (a run), for wide stores.
 
 All index functions take Python ints or FlyDSL integers alike (they use only + * & | ^ << >>).
 
@@ -20,6 +25,7 @@ Lanes served together by one LDS cycle group, measured by others (not in AMD's g
                         (lane groups measured on MI300 by the pyhip project; AMD's blog on CK-Tile LDS bank conflicts)
   ds_write_b128         8 consecutive lanes (CK-Tile documentation, LDS bank conflicts)
   ds_read_b64 on gfx950 32 consecutive lanes (HipKittens); the transposing form is taken to be the same
+  narrower reads        as many consecutive lanes as fill the banks; assumed
 """
 
 from dataclasses import dataclass
@@ -27,6 +33,9 @@ from dataclasses import dataclass
 CHUNK_BYTES = 16  # bytes per lane of one global load
 WAVE = 64  # lanes
 WORKGROUP = 256  # threads: four waves
+MMA_M = 16  # rows of one result
+MMA_N = 16  # columns of one result
+SLICE_K = 32  # k of one fragment
 LOAD_BYTES = WORKGROUP * CHUNK_BYTES  # bytes all four waves bring in with one load instruction each
 
 LDS_BYTES = {"gfx950": 160 * 1024, "gfx942": 64 * 1024}  # per workgroup
@@ -48,7 +57,7 @@ class OperandTile:
     k_contiguous: bool
     elem_bytes: int
     banks: int
-    interleave: bool = False  # see source_row
+    group: int = 1  # fragments woven together, see the module docstring
 
     @property
     def lines(self):
@@ -99,17 +108,38 @@ class OperandTile:
     def source_row(self, line):
         """Row of the tile (of M, N or, where K is not contiguous, of K) that LDS line `line` holds.
 
-        k_contiguous and interleave: lines 16..31 of each 32 hold rows 4-7, 12-15, 20-23, 28-31, and lines 0..15 the
-        others. A lane of a 16 x 16 result holds 4 consecutive rows of the first operand, so that two neighbouring
-        results give it 8 consecutive ones: 16 bytes of 16-bit output.
-        K not contiguous: bits 2 and 3 of k are swapped. One transposing read of half a wave touches k = 0-3 and
-        8-11 (or 4-7 and 12-15); the swap makes these eight lines consecutive.
+        k_contiguous: lines are in the order of the fragments, see fragment_row.
+        K not contiguous, 64 banks: bits 2 and 3 of k are swapped. One transposing read of half a wave touches k = 0-3
+        and 8-11 (or 4-7 and 12-15); the swap makes these eight lines consecutive.
+        K not contiguous, 32 banks: the four lines 8 apart in k that the lane groups read at once are consecutive.
         """
         if self.k_contiguous:
-            if not self.interleave:
+            if self.group == 1:
                 return line
             return (line & ~31) | ((line & 12) << 1) | ((line & 16) >> 2) | (line & 3)
-        return (line & ~12) | ((line & 4) << 1) | ((line & 8) >> 1)
+        if self.banks == 64:
+            return (line & ~12) | ((line & 4) << 1) | ((line & 8) >> 1)
+        return (line & ~31) | ((line & 3) << 3) | ((line >> 2) & 7)
+
+    # ---- fragments <-> rows of the output tile ---------------------------------------------------------------
+
+    def fragment_row(self, fragment, row):
+        """Row (of M or N), relative to the wave's first, that row 0..15 of a fragment stands for."""
+        p, q = fragment // self.group, fragment % self.group
+        if self.k_contiguous and self.group == 2:
+            return p * 32 + ((row >> 2) << 3) + q * 4 + (row & 3)
+        return p * 16 * self.group + row * self.group + q
+
+    @property
+    def run(self):
+        """Neighbouring columns of the output that a lane holds in the results of one group of fragments."""
+        return 4 * self.group
+
+    def run_element(self, e):
+        """(fragment of the group, element of that result) of a lane's column e of its run."""
+        if self.k_contiguous:
+            return e // 4, e % 4
+        return e % self.group, e // self.group
 
     # ---- swizzle ---------------------------------------------------------------------------------------------
 
@@ -137,6 +167,9 @@ class OperandTile:
         return line & 0
 
     def _key_transposed(self, line):
+        if self.banks == 32:
+            # Lane groups 0 and 1 (or all four, for 2-byte reads) read consecutive lines, 64 (or 32) bytes of each.
+            return ((line & 1) << 2) | (line & 2) if self.chunks_per_line >= 8 else line & 0
         # Half a wave reads eight consecutive lines, two neighbouring chunks of each; 64 banks are 8 such pairs.
         pairs = self.chunks_per_line // 2
         if pairs >= 8:
@@ -152,6 +185,52 @@ class OperandTile:
     def address(self, line, chunk):
         """Byte offset of a 16-byte chunk (index before the swizzle) inside the stage."""
         return line * self.line_bytes + ((chunk ^ self.key(line)) * CHUNK_BYTES)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Every size a GEMM kernel derives from its configuration and layout."""
+
+    tile_m: int
+    tile_n: int
+    tile_k: int
+    num_stages: int
+    waves_m: int
+    waves_n: int
+    group_m: int
+    a: OperandTile
+    b: OperandTile
+
+    @property
+    def wave_tile_m(self):
+        return self.tile_m // self.waves_m
+
+    @property
+    def wave_tile_n(self):
+        return self.tile_n // self.waves_n
+
+    @property
+    def frags_m(self):
+        return self.wave_tile_m // MMA_M
+
+    @property
+    def frags_n(self):
+        return self.wave_tile_n // MMA_N
+
+    @property
+    def num_slices(self):
+        return self.tile_k // SLICE_K
+
+    @property
+    def tiles_per_step(self):
+        """K tiles per main-loop step: the fragments read ahead alternate between two sets of registers, so a step has an
+        even number of slices; with an odd number they would have to be copied. An odd last tile is zeros."""
+        return 2 if self.num_slices % 2 else 1
+
+    @property
+    def loads_per_tile(self):
+        """Global loads one wave issues per K tile; each counts once in vmcnt."""
+        return self.a.loads + self.b.loads
 
 
 _READ_B128_LANES = {

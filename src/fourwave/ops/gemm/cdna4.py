@@ -24,88 +24,23 @@ Limits  tails in M, N and K are handled; 16-byte alignment and the row stride li
 Source  operand layout of V_MFMA_F32_16X16X32_BF16, DS_READ_B64_TR_B16 and LDS loads: AMD CDNA4 ISA guide.
 """
 
-from dataclasses import dataclass
-
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.epilogue import store_tile
 from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, load_direct
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, uniform, wait_lds, wait_loads
-from fourwave.blocks.flydsl.mma import MMA_M, MMA_N, SLICE_K, WaveMma
+from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
-from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP, OperandTile
-from fourwave.ops.gemm.config import operand_tiles
+from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
+from fourwave.ops.gemm.config import geometry
 
 ARCH = "gfx950"
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """Every size the kernel derives from a GemmConfig and a layout."""
-
-    tile_m: int
-    tile_n: int
-    tile_k: int
-    num_stages: int
-    waves_m: int
-    waves_n: int
-    group_m: int
-    a: OperandTile
-    b: OperandTile
-
-    @property
-    def wave_tile_m(self):
-        return self.tile_m // self.waves_m
-
-    @property
-    def wave_tile_n(self):
-        return self.tile_n // self.waves_n
-
-    @property
-    def frags_m(self):
-        return self.wave_tile_m // MMA_M
-
-    @property
-    def frags_n(self):
-        return self.wave_tile_n // MMA_N
-
-    @property
-    def num_slices(self):
-        return self.tile_k // SLICE_K
-
-    @property
-    def tiles_per_step(self):
-        """K tiles per main-loop step: the fragments read ahead alternate between two sets of registers, so a step has an
-        even number of slices; with an odd number they would have to be copied. An odd last tile is zeros."""
-        return 2 if self.num_slices % 2 else 1
-
-    @property
-    def loads_per_tile(self):
-        """Direct loads one wave issues per K step; each counts once in vmcnt."""
-        return self.a.loads + self.b.loads
-
-    @property
-    def reads_per_slice(self):
-        """LDS reads of one wave per slice; a transposing read brings half a fragment."""
-        return self.frags_m * (1 if self.a.k_contiguous else 2) + self.frags_n * (1 if self.b.k_contiguous else 2)
-
-    @property
-    def interleave_n(self):
-        return self.b.interleave
-
-
-def geometry(config, layout, elem_bytes):
-    a, b = operand_tiles(config, layout, elem_bytes, ARCH)
-    return Geometry(
-        config.tile_m, config.tile_n, config.tile_k, config.num_stages, config.waves_m, config.waves_n, config.group_m,
-        a, b,
-    )  # fmt: skip
-
-
 def build(config, layout, fmt, epi):
     """The launcher of one specialisation: a FlyDSL JIT function (a, b, out, bias, M, N, K, alpha, stream)."""
-    geo = geometry(config, layout, fmt.elem_bytes)
+    geo = geometry(config, layout, fmt.elem_bytes, ARCH)
 
     @fx.struct
     class Storage:
@@ -149,7 +84,7 @@ def build(config, layout, fmt, epi):
             )
 
         # Prologue: fill every stage; the first fragments once tile 0 has landed.
-        for stage in range(geo.num_stages):
+        for stage in fx.range_constexpr(geo.num_stages):
             issue_loads(fx.Int32(stage), stage)
         wait_loads(in_flight=(geo.num_stages - 1) * geo.loads_per_tile)
         barrier()
@@ -180,7 +115,7 @@ def build(config, layout, fmt, epi):
                         next_a, next_b = read_fragments(next_stage, 0)
                     acc = mma.step(frag_a, frag_b, acc)
                     loads = geo.loads_per_tile if k_slice == geo.num_slices - 1 else 0
-                    interleave(loads, geo.reads_per_slice, mma.instructions)
+                    interleave(mma.instructions, loads=loads, reads=fragments_a.reads + fragments_b.reads)
                     # Multiplications of one slice stay with its reads: behind the barrier they would hold it up.
                     keep_order()
                     frag_a, frag_b = next_a, next_b

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fourwave.blocks.flydsl.tiles import LDS_BANKS, LDS_BYTES, REGISTERS, WAVE, OperandTile
+from fourwave.blocks.flydsl.tiles import LDS_BANKS, LDS_BYTES, REGISTERS, WAVE, Geometry, OperandTile
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.problem import GemmProblem
@@ -119,20 +119,33 @@ def _elem_bytes(problem):
 
 
 def operand_tiles(config: GemmConfig, layout: str, elem_bytes: int, arch: str) -> tuple[OperandTile, OperandTile]:
-    """(a, b) tiles as they lie in LDS.
+    """(a, b) tiles as they lie in LDS: in the operand's memory order.
 
-    gfx950 keeps the operand's memory order. gfx942 has no transposing read and turns operands round on the way in, so
-    both lie with K contiguous. Where K is contiguous, the columns of neighbouring results are interleaved if a wave has
-    pairs of them (OperandTile.source_row).
+    group (OperandTile): pairs of N fragments are woven where K is contiguous; gfx942 sorts up to four fragments out of
+    what it reads where K is not.
     """
     banks = LDS_BANKS[arch]
-    a_k_contiguous = layout != "NT" or arch == "gfx942"
-    b_k_contiguous = layout == "TN" or arch == "gfx942"
-    pairs = config.tile_n // config.waves_n % 32 == 0
+
+    def tile(extent, waves, k_contiguous, pairs):
+        fragments = extent // waves // 16
+        if k_contiguous:
+            group = 2 if pairs and fragments % 2 == 0 else 1
+        else:
+            group = next(g for g in (4, 2, 1) if fragments % g == 0) if arch == "gfx942" else 1
+        return OperandTile(extent, config.tile_k, k_contiguous, elem_bytes, banks, group)
+
     return (
-        OperandTile(config.tile_m, config.tile_k, a_k_contiguous, elem_bytes, banks),
-        OperandTile(config.tile_n, config.tile_k, b_k_contiguous, elem_bytes, banks, pairs and b_k_contiguous),
+        tile(config.tile_m, config.waves_m, layout != "NT", pairs=False),
+        tile(config.tile_n, config.waves_n, layout == "TN", pairs=True),
     )
+
+
+def geometry(config: GemmConfig, layout: str, elem_bytes: int, arch: str) -> Geometry:
+    a, b = operand_tiles(config, layout, elem_bytes, arch)
+    return Geometry(
+        config.tile_m, config.tile_n, config.tile_k, config.num_stages, config.waves_m, config.waves_n, config.group_m,
+        a, b,
+    )  # fmt: skip
 
 
 def lds_bytes(config: GemmConfig, layout: str, elem_bytes: int, arch: str) -> int:
@@ -187,6 +200,8 @@ def _why_config_unsupported(problem, config, arch):
         return f"mma {config.mma}: the {arch} kernel multiplies with {MMA[arch]}"
     if config.waves_m * config.waves_n != 4:
         return f"{config.waves_m} x {config.waves_n} waves: a workgroup has four"
+    if config.tile_m > 256 or config.tile_n > 256:
+        return f"tile {config.tile_m}x{config.tile_n}: at most 256 each"
     for name, tile, waves in (("tile_m", config.tile_m, config.waves_m), ("tile_n", config.tile_n, config.waves_n)):
         if tile % (16 * waves):
             return f"{name}={tile}: {waves} wave(s) need a multiple of {16 * waves}"

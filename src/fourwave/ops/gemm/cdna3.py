@@ -1,0 +1,147 @@
+"""Four-wave GEMM for CDNA3 (gfx942): out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out).
+
+a        TN, NN: [M, K]; NT: [K, M]          bfloat16 or float16, inner stride 1, rows 16-byte aligned
+b        TN: [N, K]; NN, NT: [K, N]          as a
+out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
+bias     [N], optional
+
+Four waves of 64 lanes compute one tile_m x tile_n tile; each wave holds its share of the accumulator in registers for
+all of K. Operand tiles go from global memory to registers and from there to swizzled LDS, in the operand's own memory
+order (blocks/flydsl/tiles.py); this machine's direct loads to LDS bring 4 bytes per lane only. Where K is not
+contiguous, a lane reads a few neighbouring rows of M or N at each k and sorts them into fragments in registers.
+
+Schedule, K step k, with two LDS buffers per operand, one more tile in registers, and num_slices = tile_k / 32:
+  slices 0 .. last - 1: read the next slice's fragments of tile k; multiply this slice's
+  last slice: this wave's LDS reads of tile k and writes of tile k + 1 are done; barrier: so are every wave's
+              write tile k + 2, which was loaded during the last step, to the buffer of tile k
+              issue the loads of tile k + 3 into the registers this frees
+              read the first fragments of tile k + 1; multiply the last slice of tile k
+The compiler counts the waits for the loads, since their results are ordinary registers. The raw barrier does not wait
+for LDS writes, so wait_lds comes before it. Tiles past K fetch nothing and are zeros.
+Every wave passes every barrier equally often, tails included.
+
+Limits  tails in M, N and K are handled; 16-byte alignment and the row stride limit are checked in config.py and amd.py.
+Source  operand layout of V_MFMA_F32_16X16X16_BF16: AMD CDNA3 ISA guide, AMD matrix instruction calculator.
+"""
+
+import flydsl.compiler as flyc
+from flydsl import expr as fx
+
+from fourwave.blocks.flydsl.epilogue import store_tile
+from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, load_registers, store_registers
+from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, uniform, wait_lds
+from fourwave.blocks.flydsl.mma import WaveMma
+from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
+from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
+from fourwave.ops.gemm.config import geometry
+
+ARCH = "gfx942"
+NUM_STAGES = 2  # LDS buffers per operand
+
+
+def build(config, layout, fmt, epi):
+    """The launcher of one specialisation: a FlyDSL JIT function (a, b, out, bias, M, N, K, alpha, stream)."""
+    geo = geometry(config, layout, fmt.elem_bytes, ARCH)
+    assert geo.num_stages == NUM_STAGES, "why_unsupported lets nothing else through"
+
+    @fx.struct
+    class Storage:
+        a: fx.Array[fx.Uint8, NUM_STAGES * geo.a.stage_bytes, 16]
+        b: fx.Array[fx.Uint8, NUM_STAGES * geo.b.stage_bytes, 16]
+
+    @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
+    def gemm_cdna3(
+        a: fx.Tensor, b: fx.Tensor, out: fx.Tensor, bias: fx.Tensor,
+        M: fx.Int32, N: fx.Int32, K: fx.Int32, alpha: fx.Float32,
+    ):  # fmt: skip
+        thread = fx.Int32(fx.thread_idx.x)
+        lane = thread % WAVE
+        wave = uniform(thread // WAVE)
+        wave_m, wave_n = wave // geo.waves_n, wave % geo.waves_n
+        m_tile, n_tile = output_tile(
+            fx.Int32(fx.block_idx.x), num_tiles(M, geo.tile_m), num_tiles(N, geo.tile_n), geo.group_m
+        )
+        m0, n0 = m_tile * geo.tile_m, n_tile * geo.tile_n
+
+        lds = fx.SharedAllocator().allocate(Storage).peek()
+        lds_a, lds_b = lds.a.ptr, lds.b.ptr
+        global_a = GlobalTile(a, geo.a, m0, K, thread)
+        global_b = GlobalTile(b, geo.b, n0, K, thread)
+        fragments_a = Fragments(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
+        fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
+        mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n)
+
+        def load_tile(tile_index):
+            k0 = tile_index * geo.tile_k
+            return load_registers(global_a, k0) + load_registers(global_b, k0)
+
+        def write_tile(chunks, stage):
+            store_registers(chunks[: geo.a.loads], lds_a, stage * geo.a.stage_bytes, thread)
+            store_registers(chunks[geo.a.loads :], lds_b, stage * geo.b.stage_bytes, thread)
+
+        def read_fragments(stage, k_slice):
+            return (
+                fragments_a.read(lds_a, stage * geo.a.stage_bytes, k_slice),
+                fragments_b.read(lds_b, stage * geo.b.stage_bytes, k_slice),
+            )
+
+        # Prologue: tiles 0 and 1 to LDS, tile 2 in registers; the first fragments.
+        tile0, tile1 = load_tile(fx.Int32(0)), load_tile(fx.Int32(1))
+        write_tile(tile0, 0)
+        write_tile(tile1, 1)
+        staged = load_tile(fx.Int32(NUM_STAGES))
+        wait_lds()
+        barrier()
+        frag_a, frag_b = read_fragments(fx.Int32(0), 0)
+
+        # Main loop, tiles_per_step K tiles a step. State: stage of tile k, tile k + 2 in registers, the first fragments
+        # of tile k, the accumulators.
+        num_steps = num_tiles(K, geo.tile_k * geo.tiles_per_step)
+        counts = [geo.loads_per_tile, geo.frags_m, geo.frags_n]
+        state = [fx.Int32(0)] + staged + frag_a + frag_b + mma.zero()
+        for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
+            stage = fx.Int32(state[0])
+            values = [fx.Vector(value) for value in state[1:]]
+            staged = values[: counts[0]]
+            frag_a = values[counts[0] : sum(counts[:2])]
+            frag_b = values[sum(counts[:2]) : sum(counts)]
+            acc = values[sum(counts) :]
+            for tile in fx.range_constexpr(geo.tiles_per_step):
+                for k_slice in fx.range_constexpr(geo.num_slices):
+                    if fx.const_expr(k_slice < geo.num_slices - 1):
+                        next_a, next_b = read_fragments(stage, k_slice + 1)
+                    else:
+                        wait_lds()
+                        barrier()
+                        keep_order()
+                        write_tile(staged, stage)
+                        k_tile = fx.Int32(step) * geo.tiles_per_step + tile
+                        staged = load_tile(k_tile + (NUM_STAGES + 1))
+                        next_a, next_b = read_fragments(1 - stage, 0)
+                    acc = mma.step(frag_a, frag_b, acc)
+                    moved = geo.loads_per_tile if k_slice == geo.num_slices - 1 else 0
+                    reads = fragments_a.reads + fragments_b.reads
+                    interleave(mma.instructions, writes=moved, loads=moved, reads=reads)
+                    # Multiplications of one slice stay with its reads: behind the barrier they would hold it up.
+                    keep_order()
+                    frag_a, frag_b = next_a, next_b
+                stage = 1 - stage
+            results = yield [stage] + staged + frag_a + frag_b + acc
+
+        # Drain: nothing; what is still in flight are registers of tiles past K.
+
+        # Epilogue.
+        acc = [fx.Vector(value) for value in results[1 + sum(counts) :]]
+        store_tile(acc, epi, out, bias, alpha, m0, n0, M, N, geo, wave_m, wave_n, lane)
+
+    @flyc.jit
+    def launch_gemm_cdna3(
+        a: fx.Tensor, b: fx.Tensor, out: fx.Tensor, bias: fx.Tensor,
+        M: fx.Int32, N: fx.Int32, K: fx.Int32, alpha: fx.Float32, stream: fx.Stream = fx.Stream(None),
+    ):  # fmt: skip
+        tiles = num_tiles(M, geo.tile_m) * num_tiles(N, geo.tile_n)
+        gemm_cdna3(a, b, out, bias, M, N, K, alpha).launch(
+            grid=(tiles, 1, 1), block=(WORKGROUP, 1, 1), stream=stream
+        )
+
+    return launch_gemm_cdna3
