@@ -19,6 +19,7 @@ from typing import Any
 from . import native
 from .launch import CHECKS, Options
 from .lower import WAVE_SIZE, UnknownOperation
+from .mutate import Mutation
 from .report import Finding, Launch, Report, SimulationError
 
 ARCHS = tuple(WAVE_SIZE)
@@ -67,6 +68,7 @@ def session(
     step_limit: int = 0,
     count_bank_conflicts: bool = False,
     workgroups: range | None = None,
+    mutate: Mutation | None = None,
 ) -> Iterator[Report]:
     """Run the FlyDSL launches of the block on the simulator, with CPU tensors, and yield the Report they add to.
 
@@ -79,11 +81,12 @@ def session(
     step_limit  instructions a wave may run before the launch is stopped with a finding; 0: no limit
     count_bank_conflicts   fill the counters lds_read_cycles and lds_read_cycles_ideal (slower)
     workgroups  simulate only this range of the launch's linear workgroup ids (x fastest)
+    mutate      plant a fault in every kernel (fourwave.sim.mutate)
     Raises ValueError for an option that is not one of these, RuntimeError if the simulator cannot run here.
     """
     if on_finding not in ("record", "raise"):
         raise ValueError(f"on_finding={on_finding!r}; it can be 'record' or 'raise'")
-    options = Options(tuple(checks), completion, schedule, threads, step_limit, count_bank_conflicts, workgroups)
+    options = Options(tuple(checks), completion, schedule, threads, step_limit, count_bank_conflicts, workgroups, mutate)
     if reason := unavailable(arch):
         raise ValueError(reason) if arch not in ARCHS else RuntimeError(reason)
     from .flydsl_hook import enter

@@ -9,6 +9,8 @@
  *     that a missing wait leaves the old bytes and is reported.
  *   - Every LDS dword remembers its last writer and this barrier interval's readers. Accesses of different waves, at least one a write,
  *     with no barrier between them, or whose write no wait or fence had completed before that barrier, are a race.
+ *   - An LDS read counts as returned at a wait for it or at the first use of its result; one still out when its wave passes a barrier
+ *     conflicts with writes after that barrier too.
  *   - Every global access is checked against the launch's allocations.
  * Addresses are those of the host: a kernel's tensors are the caller's CPU tensors.
  */
@@ -55,7 +57,7 @@ enum { C_INSTRUCTIONS, C_MFMA, C_LDS_READ_BYTES, C_LDS_WRITE_BYTES, C_GLOBAL_REA
 
 typedef struct {
     const i32 *code;
-    i32 code_words, num_registers, num_constants, lds_bytes;
+    i32 code_words, num_registers, num_constants, num_sites, lds_bytes;
     const u32 *constants;        /* registers 0 .. num_constants - 1, the same in every lane */
     u32 grid[3], block[3];
     const Allocation *allocations;
@@ -79,6 +81,7 @@ typedef struct {
 typedef struct {
     u32 write_seq;               /* the writer's count of LDS writes, or of copies where from_copy */
     u32 read_epoch, readers;     /* readers: one bit a wave, valid in read_epoch only */
+    u32 late_readers;            /* those of them whose read was issued before the last barrier and may not have returned */
     i32 write_line, read_line;
     uint8_t writer, bytes, init, in_flight, from_copy;
 } Shadow;
@@ -94,6 +97,7 @@ typedef struct {
 typedef struct { i32 pc, meet; u64 mask; } Path;
 
 #define MAX_COPIES 128
+#define MAX_READS 64
 #define MAX_PATHS 256
 #define MAX_WAVES 32
 
@@ -112,6 +116,9 @@ typedef struct {
     u32 copy_head, copy_count;
     u32 lds_seq, lds_done, lds_published;    /* LDS instructions issued / known complete / complete at the last barrier */
     u32 copy_seq, copy_done, copy_published; /* the same for copies into LDS */
+    u32 *site_seq;               /* per read site: lds_seq of its latest read */
+    struct Read { u32 seq, address[W]; u64 lanes; i32 bytes, line; } *reads; /* ring of the latest LDS reads */
+    u32 num_reads;
 } Wave;
 
 typedef struct {
@@ -217,7 +224,7 @@ static inline void lds_read_check(Group *g, Wave *w, u32 address, u32 bytes, i32
                  (i32)(s->write_seq - (s->from_copy ? g->waves[s->writer].copy_published : g->waves[s->writer].lds_published)) > 0)
             report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, 0);
         if ((s->init & mask) != mask && !s->in_flight) report(g, F_INIT, line, w, lane, at, -1, -1, 0);
-        if (s->read_epoch != w->epoch) { s->read_epoch = w->epoch; s->readers = 0; }
+        if (s->read_epoch != w->epoch) { s->read_epoch = w->epoch; s->readers = 0; s->late_readers = 0; }
         s->readers |= bit;
         s->read_line = line;
     }
@@ -232,8 +239,10 @@ static inline void lds_write_check(Group *g, Wave *w, u32 address, u32 bytes, i3
         if (s->in_flight)
             report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, 2);
         else {
-            if (s->read_epoch == w->epoch && (s->readers & ~bit))
-                report(g, F_RACE, line, w, lane, at, __builtin_ctz(s->readers & ~bit), s->read_line, 1);
+            if (s->read_epoch == w->epoch && (s->readers & ~bit)) {
+                u32 others = s->readers & ~bit, late = others == (s->late_readers & ~bit);
+                report(g, F_RACE, line, w, lane, at, __builtin_ctz(others), s->read_line, late ? 3 : 1);
+            }
             if (s->writer != wave && (s->bytes & mask) &&
                 (i32)(s->write_seq - (s->from_copy ? g->waves[s->writer].copy_published : g->waves[s->writer].lds_published)) > 0)
                 report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, 2);
@@ -290,6 +299,32 @@ static void issue_copy(Group *g, Wave *w, const uint8_t **source, u64 lanes, u32
     /* vmcnt holds six bits: the 64th operation waits for the first (CDNA3 ISA, section 4.4, s_waitcnt). */
     wait_vm(g, w, 63);
     if (L->completion == 1) wait_vm(g, w, 0);
+}
+
+/* Keep an LDS read in mind until it is known to have returned: until a wait for it, or the use of its result, before which the compiler puts one. */
+static void remember_read(Wave *w, i32 site, const u32 *address, u64 lanes, i32 bytes, i32 line) {
+    w->site_seq[site] = w->lds_seq;
+    struct Read *r = &w->reads[w->num_reads++ % MAX_READS];
+    r->seq = w->lds_seq; r->lanes = lanes; r->bytes = bytes; r->line = line;
+    memcpy(r->address, address, sizeof r->address);
+}
+
+/* Reads still out when the wave has passed a barrier count as reads of the interval that begins. */
+static void carry_reads(Group *g, Wave *w) {
+    u32 bit = 1u << (w - g->waves), n = w->num_reads < MAX_READS ? w->num_reads : MAX_READS;
+    for (u32 i = 0; i < n; i++) {
+        struct Read *r = &w->reads[i];
+        if ((i32)(r->seq - w->lds_done) <= 0) continue;
+        for (int lane = 0; lane < W; lane++) {
+            if (!(r->lanes >> lane & 1) || r->address[lane] + r->bytes > (u32)g->launch->lds_bytes) continue;
+            for (u32 at = r->address[lane] & ~3u; at < r->address[lane] + r->bytes; at += 4) {
+                Shadow *s = &g->shadow[at >> 2];
+                if (s->read_epoch != w->epoch) { s->read_epoch = w->epoch; s->readers = 0; s->late_readers = 0; }
+                s->readers |= bit; s->late_readers |= bit;
+                s->read_line = r->line;
+            }
+        }
+    }
 }
 
 /* Lanes of a 16-byte LDS read are served in groups; count the cycles a group needs (banks are 4 bytes wide) and the least possible. */
@@ -651,11 +686,12 @@ static void run_wave(Group *g, Wave *w) {
 
         /* ---- memory ---- */
         case OP_LDS_LOAD: {
-            u32 offset = p[2]; const u32 *address = R(p[3]); i32 bytes = p[4], n = p[5];
-            for (i32 i = 0; i < n; i++) dest[i] = R(p[6 + i]);
+            u32 offset = p[2]; const u32 *address = R(p[3]); i32 bytes = p[4], n = p[6];
+            for (i32 i = 0; i < n; i++) dest[i] = R(p[7 + i]);
             u32 at[W];
             for (int l = 0; l < W; l++) at[l] = address[l] + offset;
             w->lds_seq++;
+            remember_read(w, p[5], at, exec, bytes, line);
             count_banks(g, at, exec, bytes);
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
@@ -665,7 +701,7 @@ static void run_wave(Group *g, Wave *w) {
                 load_dwords(dest, n, l, g->lds + x, bytes);
             }
             g->counters[C_LDS_READ_BYTES] += (u64)bytes * __builtin_popcountll(exec);
-            p += 6 + n; break;
+            p += 7 + n; break;
         }
         case OP_LDS_STORE: {
             u32 offset = p[2]; const u32 *address = R(p[3]); i32 bytes = p[4], n = p[5];
@@ -684,7 +720,7 @@ static void run_wave(Group *g, Wave *w) {
         case OP_DS_READ_TR16_B64: {
             /* Sixteen lanes read sixteen 8-byte pieces: four lanes make a row of sixteen 16-bit elements, four rows. Lane i gets column i,
              * row r in element r. Source: AMD CDNA4 ISA guide, DS_READ_B64_TR_B16. */
-            u32 offset = p[2]; const u32 *address = R(p[3]); u32 *d0 = R(p[4]), *d1 = R(p[5]);
+            u32 offset = p[2]; const u32 *address = R(p[3]); u32 *d0 = R(p[5]), *d1 = R(p[6]);
             uint16_t piece[W][4]; u32 at[W];
             w->lds_seq++;
             for (int l = 0; l < W; l++) {
@@ -696,6 +732,7 @@ static void run_wave(Group *g, Wave *w) {
                 lds_read_check(g, w, x, 8, l, line);
                 memcpy(piece[l], g->lds + x, 8);
             }
+            remember_read(w, p[4], at, exec, 8, line);
             count_banks(g, at, exec, 8);
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
@@ -705,7 +742,7 @@ static void run_wave(Group *g, Wave *w) {
                 d0[l] = e[0] | e[1] << 16; d1[l] = e[2] | e[3] << 16;
             }
             g->counters[C_LDS_READ_BYTES] += 8ull * __builtin_popcountll(exec);
-            p += 6; break;
+            p += 7; break;
         }
         case OP_GLOBAL_LOAD: case OP_GLOBAL_STORE: {
             int write = p[0] == OP_GLOBAL_STORE;
@@ -803,6 +840,11 @@ static void run_wave(Group *g, Wave *w) {
             w->state = 1;
             p += 2;
             goto leave;
+        case OP_USED: {
+            i32 n = p[2];
+            for (i32 i = 0; i < n; i++) { u32 seq = w->site_seq[p[3 + i]]; if ((i32)(seq - w->lds_done) > 0) w->lds_done = seq; }
+            p += 3 + n; break;
+        }
         case OP_NOTE: p += 3; break;
         case OP_MFMA: {
             i32 m = p[2], k = p[3], type = p[4], dwords = p[5], n;
@@ -851,6 +893,8 @@ static void run_group(Group *g, u64 index) {
         w->vm_issued = 0; w->copy_head = w->copy_count = 0;
         w->lds_seq = w->lds_done = w->lds_published = 0;
         w->copy_seq = w->copy_done = w->copy_published = 0;
+        w->num_reads = 0;
+        memset(w->site_seq, 0, sizeof(u32) * (L->num_sites + 1));
         for (i32 c = 0; c < L->num_constants; c++) {
             u32 *r = w->registers + (size_t)c * W, v = L->constants[c];
             for (int l = 0; l < W; l++) r[l] = v;
@@ -878,7 +922,7 @@ static void run_group(Group *g, u64 index) {
             Wave *w = &g->waves[i];
             w->lds_published = w->lds_done;
             w->copy_published = w->copy_done;
-            if (w->state == 1) { w->state = 0; w->epoch++; }
+            if (w->state == 1) { w->state = 0; w->epoch++; carry_reads(g, w); }
         }
     }
     for (i32 i = 0; i < g->num_waves; i++) { /* copies that nothing waited for */
@@ -902,6 +946,8 @@ static void *worker(void *argument) {
     for (i32 i = 0; i < g->num_waves; i++) {
         g->waves[i].registers = aligned_alloc(64, (size_t)L->num_registers * W * 4 + 64);
         g->waves[i].copies = malloc(sizeof(Copy) * MAX_COPIES);
+        g->waves[i].site_seq = malloc(sizeof(u32) * (L->num_sites + 1));
+        g->waves[i].reads = malloc(sizeof(struct Read) * MAX_READS);
     }
     for (;;) {
         u64 index = atomic_fetch_add(&L->next, 1);
@@ -920,7 +966,7 @@ static void *worker(void *argument) {
         else if (L->num_findings < L->max_findings) L->findings[L->num_findings++] = *f;
     }
     pthread_mutex_unlock(&merge);
-    for (i32 i = 0; i < g->num_waves; i++) { free(g->waves[i].registers); free(g->waves[i].copies); }
+    for (i32 i = 0; i < g->num_waves; i++) { free(g->waves[i].registers); free(g->waves[i].copies); free(g->waves[i].site_seq); free(g->waves[i].reads); }
     free(g->lds); free(g->shadow); free(g->findings); free(g);
     return NULL;
 }

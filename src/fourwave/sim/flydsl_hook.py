@@ -80,7 +80,7 @@ class Kernels:
         with self.context:
             self.module = ir.Module.parse(text)
         self.kernels: dict[str, tuple[Any, Any]] = {}
-        self.programs: dict[str, Any] = {}
+        self.programs: dict[tuple[str, Any], Any] = {}
         hosts: dict[str, Any] = {}
         for op in self.module.body.operations:
             o = op.operation
@@ -93,11 +93,12 @@ class Kernels:
         self.host = HostInterpreter(ir, hosts[entry], self._launch)
         self.lock = threading.Lock()
 
-    def program(self, name: str) -> Any:
-        if name not in self.programs:
+    def program(self, name: str, mutate: Any) -> Any:
+        key = name, mutate
+        if key not in self.programs:
             with self.context:
-                self.programs[name] = lower_kernel(self.ir, *self.kernels[name], self.arch)
-        return self.programs[name]
+                self.programs[key] = lower_kernel(self.ir, *self.kernels[name], self.arch, mutate)
+        return self.programs[key]
 
     def call(self, packed: int, memory: Memory) -> None:
         with self.lock:
@@ -108,7 +109,7 @@ class Kernels:
     def _launch(self, kernel: str, grid: Any, block: Any, dynamic_lds: int, arguments: list[list[int]]) -> None:
         session = active()
         assert session is not None
-        report = run(self.program(kernel), grid, block, dynamic_lds, arguments, self.memory, session.options)
+        report = run(self.program(kernel, session.options.mutate), grid, block, dynamic_lds, arguments, self.memory, session.options)
         session.report.add(report)
         if report.findings and session.on_finding == "raise":
             raise SimulationError(report)

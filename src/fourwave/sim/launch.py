@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from .lower import LDS_BANKS
 from .native import COUNTERS, Allocation, RawFinding, RawLaunch, library
-from .program import Program
+from .program import Builder, Program
 from .report import KINDS, Launch, Report, finding_from_raw
 
 LDS_CAPACITY = {"gfx942": 64 << 10, "gfx950": 160 << 10}
@@ -30,6 +31,7 @@ class Options:
     step_limit: int = 0
     count_bank_conflicts: bool = False
     workgroups: range | None = None
+    mutate: Callable[[Builder], None] | None = None
 
     def __post_init__(self) -> None:
         if unknown := set(self.checks) - set(CHECKS):
@@ -111,6 +113,7 @@ def run(
         code_words=len(code),
         num_registers=program.num_registers,
         num_constants=len(constants),
+        num_sites=program.num_sites,
         lds_bytes=lds_bytes,
         constants=constants.ctypes.data,
         grid=grid,

@@ -71,8 +71,8 @@ def find_line(location: str) -> tuple[str, int]:
 class KernelLowering:
     """State of lowering one `llvm.func` that is a kernel."""
 
-    def __init__(self, ir: Any, module: Any, function: Any, arch: str) -> None:
-        self.ir, self.function, self.arch = ir, function, arch
+    def __init__(self, ir: Any, module: Any, function: Any, arch: str, mutate: Callable[[Builder], None] | None) -> None:
+        self.ir, self.function, self.arch, self.mutate = ir, function, arch, mutate
         self.name = ir.StringAttr(function.attributes["sym_name"]).value
         self.b = Builder()
         self.values: dict[Any, Value] = {}
@@ -210,6 +210,8 @@ class KernelLowering:
             self.extracted = {}
             for op in block.operations:
                 self._lower(op.operation)
+        if self.mutate is not None:
+            self.mutate(self.b)
         slot_of = {register: i for i, register in enumerate(self.b.fixed)}
         return self.b.finish(
             name=self.name,
@@ -740,7 +742,7 @@ class KernelLowering:
         bytes_, out = self.memory_bytes(t), [self.b.new() for _ in range(dwords(t))]
         for at, size, first, n in self.pieces(len(out), bytes_):
             if space == 3:
-                self.emit("LDS_LOAD", at, pointer[0], size, out[first : first + n])
+                self.emit("LDS_LOAD", at, pointer[0], size, 0, out[first : first + n])
             elif space in (0, 1, 4):
                 self.emit("GLOBAL_LOAD", at, pointer[0], pointer[1], size, out[first : first + n])
             else:
@@ -808,7 +810,7 @@ class KernelLowering:
         if self.arch != "gfx950":
             raise self.fail(f"{o.name}: {self.arch} has no transposing LDS read", o)
         d0, d1 = self.b.new(), self.b.new()
-        self.emit("DS_READ_TR16_B64", 0, self.operand(o, 0)[0], d0, d1)
+        self.emit("DS_READ_TR16_B64", 0, self.operand(o, 0)[0], 0, d0, d1)
         return d0, d1
 
     # -- threads, lanes --------------------------------------------------------------------------------------------------------------
@@ -987,12 +989,13 @@ _HANDLERS: dict[str, Callable[[KernelLowering, Any], Value]] = {
 }  # fmt: skip
 
 
-def lower_kernel(ir: Any, gpu_module: Any, function: Any, arch: str) -> Program:
+def lower_kernel(ir: Any, gpu_module: Any, function: Any, arch: str, mutate: Callable[[Builder], None] | None = None) -> Program:
     """Lower one kernel function.
 
     ir          FlyDSL's MLIR bindings; gpu_module, function: operations of the module FlyDSL lowers to before code generation
+    mutate      edits the program before registers are assigned (mutate.py)
     Raises UnknownOperation, naming the operation and the Python line, for what is not modelled.
     """
     if arch not in WAVE_SIZE:
         raise NotImplementedError(f"the simulator models {', '.join(WAVE_SIZE)}; {arch} is not among them")
-    return KernelLowering(ir, gpu_module, function, arch).run()
+    return KernelLowering(ir, gpu_module, function, arch, mutate).run()

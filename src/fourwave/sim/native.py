@@ -45,7 +45,7 @@ class RawFinding(ctypes.Structure):
 class RawLaunch(ctypes.Structure):
     _fields_ = [
         ("code", ctypes.c_void_p),
-        ("code_words", ctypes.c_int32), ("num_registers", ctypes.c_int32), ("num_constants", ctypes.c_int32), ("lds_bytes", ctypes.c_int32),
+        ("code_words", ctypes.c_int32), ("num_registers", ctypes.c_int32), ("num_constants", ctypes.c_int32), ("num_sites", ctypes.c_int32), ("lds_bytes", ctypes.c_int32),
         ("constants", ctypes.c_void_p),
         ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
         ("allocations", ctypes.c_void_p), ("num_allocations", ctypes.c_int32),

@@ -24,8 +24,12 @@ FUNARY = (
 )  # fmt: skip
 _KEEP = {
     "END", "JUMP", "BRANCH", "JOIN", "UNREACHABLE", "LDS_STORE", "GLOBAL_STORE", "BUFFER_STORE", "BUFFER_LOAD_LDS", "GLOBAL_LOAD_LDS",
-    "BARRIER", "WAIT", "FENCE", "NOTE", "LDS_LOAD", "GLOBAL_LOAD", "BUFFER_LOAD", "DS_READ_TR16_B64",
+    "BARRIER", "WAIT", "FENCE", "USED", "NOTE", "LDS_LOAD", "GLOBAL_LOAD", "BUFFER_LOAD", "DS_READ_TR16_B64",
 }  # fmt: skip
+
+
+# Which argument of an LDS read is its site number.
+_SITE = {"LDS_LOAD": 3, "DS_READ_TR16_B64": 2}
 
 
 @dataclass
@@ -87,6 +91,7 @@ class Program:
     wave_size: int
     arch: str
     num_instructions: int
+    num_sites: int  # LDS reads, counted statically
 
 
 class Builder:
@@ -219,6 +224,61 @@ class Builder:
                     kept.append(i)
                 b.code = kept[::-1]
 
+    def mark_uses(self) -> int:
+        """Number the LDS reads and put a USED before the first use of each one's result, where the compiler will put its wait.
+
+        A move for a block's argument is not a use: the value stays pending under its new name. Returns the number of reads.
+        """
+        sites = 0
+        for b in self.blocks:
+            for i in b.code:
+                if i.op in _SITE:
+                    i.args[_SITE[i.op]] = sites
+                    sites += 1
+        entry: dict[Block, dict[int, frozenset[int]]] = {b: {} for b in self.blocks}
+        reached = {self.blocks[0]}
+        work = [self.blocks[0]]
+        while work:
+            b = work.pop()
+            pending = self._pending_after(b, dict(entry[b]), None)
+            for s in b.successors:
+                merged = {r: entry[s].get(r, frozenset()) | pending.get(r, frozenset()) for r in entry[s].keys() | pending.keys()}
+                if merged != entry[s] or s not in reached:
+                    entry[s] = merged
+                    reached.add(s)
+                    work.append(s)
+        for b in self.blocks:
+            marked: list[Instruction] = []
+            self._pending_after(b, dict(entry[b]), marked)
+            b.code = marked
+        return sites
+
+    @staticmethod
+    def _pending_after(b: Block, pending: dict[int, frozenset[int]], out: list[Instruction] | None) -> dict[int, frozenset[int]]:
+        """Registers that hold results nothing has waited for, after a block; with `out`, also the block's code with USED put in."""
+        for i in b.code:
+            defs, uses = defs_uses(i)
+            if i.op == "MOVN":
+                for d, u in i.args[0]:
+                    if u in pending:
+                        pending[d] = pending[u]
+                    else:
+                        pending.pop(d, None)
+            else:
+                sites = frozenset().union(*(pending[u] for u in uses if u in pending)) if pending else frozenset()
+                if sites:
+                    if out is not None:
+                        out.append(Instruction("USED", i.line, [sorted(sites)]))
+                    pending = {r: left for r, s in pending.items() if (left := s - sites)}
+                for d in defs:
+                    pending.pop(d, None)
+                if i.op in _SITE:
+                    for d in defs:
+                        pending[d] = frozenset((i.args[_SITE[i.op]],))
+            if out is not None:
+                out.append(i)
+        return pending
+
     def assign(self) -> tuple[list[int], int]:
         """Slot of each virtual register, and the number of slots: linear scan over live intervals.
 
@@ -299,6 +359,7 @@ class Builder:
         self.order_blocks()
         self.drop_dead()
         self.find_meets()
+        num_sites = self.mark_uses()
         slot, num_registers = self.assign()
         at = 0
         for b in self.blocks:
@@ -330,6 +391,8 @@ class Builder:
                         code.append(arg if arg < 1 << 31 else arg - (1 << 32))
                     elif letter == "t":
                         code.append(arg.pc)
+                    elif letter == "i*":
+                        code += [len(arg), *arg]
                     elif letter in ("d*", "u*"):
                         code.append(len(arg))
                         code += [slot[r] for r in arg]
@@ -342,5 +405,6 @@ class Builder:
             constants=np.array(self.fixed_values, dtype=np.uint32),
             num_registers=num_registers,
             num_instructions=count,
+            num_sites=num_sites,
             **facts,
         )

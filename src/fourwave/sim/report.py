@@ -22,6 +22,7 @@ _TEXT: dict[tuple[str, int], str] = {
     ("race", 0): "reads LDS that another wave wrote with no completed write and barrier in between",
     ("race", 1): "writes LDS that another wave read since the last barrier",
     ("race", 2): "writes LDS that another wave wrote, or is copying to, with no barrier in between",
+    ("race", 3): "writes LDS that another wave may still be reading: its read was issued before the last barrier, but nothing waited for it there",
     ("wait", 0): "reads LDS that its own copy has not reached: no wait covers the copy",
     ("wait", 1): "reads LDS that another wave's copy has not reached: no wait covers the copy",
     ("wait", 2): "the kernel ends with a copy to LDS that nothing waited for",
