@@ -1,5 +1,6 @@
 """The command line: options, exit codes, what it prints, and that a wrong kernel or a missing part shows."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from fourwave import sim
 from fourwave.backends import registry
 from fourwave.cli import check, console, doctor
 from fourwave.cli.app import app
@@ -143,6 +145,68 @@ def test_explain_refuses_what_it_cannot_answer(arguments, said):
 # check
 
 
+def pretend_to_simulate(findings=()):
+    """What a simulated call leaves in the process-wide report."""
+    launch = sim.Launch("kernel", "gfx950", (4, 1, 1), (256, 1, 1), 4, 0, 0.01, {})
+    sim.current_report().add(sim.Report([launch], list(findings)))
+
+
+@needs_sim
+def test_check_fails_when_nothing_was_simulated(monkeypatch):
+    monkeypatch.setattr(GemmCase, "run", lambda case, backend, **options: CaseResult(0.25, (0, 0), None))
+    result = invoke("check", "--arch", "gfx950", "--layout", "tn", "--dtype", "fp16")
+    assert result.exit_code == 1 and "no workgroup was simulated" in words(result)
+
+
+@needs_sim
+@pytest.mark.parametrize("raised", [False, True])
+def test_check_fails_when_the_simulator_finds_something(monkeypatch, raised):
+    finding = sim.Finding("race", "two waves, one place", "kernel.py", 7, "kernel", 0, 1, 2, 64, 3)
+
+    def run(case, backend, **options):
+        pretend_to_simulate([finding] if case.shape.name == "K = 1" else ())
+        if raised and case.shape.name == "K = 1":
+            raise sim.SimulationError(sim.Report([], [finding]))
+        return CaseResult(0.25, (0, 0), None)
+
+    monkeypatch.setattr(GemmCase, "run", run)
+    result = invoke("check", "--arch", "gfx942", "--layout", "nn", "--dtype", "fp16")
+    assert result.exit_code == 1
+    assert "1 failed" in words(result) and "1 findings" in words(result)
+    assert ("kernel.py:7: race: two waves" in words(result)) is raised
+
+
+@needs_sim
+def test_check_simulates_for_real(monkeypatch):
+    plan = check.plan
+    monkeypatch.setattr(check, "plan", lambda *options: itertools.islice(plan(*options), 3))
+    result = invoke("check", "--layout", "TN", "--dtype", "fp16")
+    assert result.exit_code == 0, result.output
+    assert "6 rows, 6 passed, 0 failed" in words(result) and " 0 findings" in words(result)
+
+
+@needs_sim
+@pytest.mark.slow
+def test_check_passes_on_every_kernel(tmp_path):
+    path = tmp_path / "check.json"
+    result = invoke("check", "--arch", "gfx950", "--arch", "gfx942", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == sum(len(list(check.plan(arch, LAYOUTS, check.DTYPES, False, 0))) for arch in ARCHS)
+    assert all(row["passed"] and row["workgroups"] for row in rows)
+
+
+@needs_sim
+def test_bench_sim_times_a_right_product_and_says_what_it_is(tmp_path):
+    path = tmp_path / "bench.json"
+    result = invoke("bench", "sim", "--repeats", "3", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    assert "not the speed of any GPU" in words(result)
+    record = json.loads(path.read_text())
+    assert record["workgroups"] == 4 and record["shape"] == [512, 512, 1024]
+    assert len(record["call_seconds"]) == 3 and min(record["launch_seconds"]) > 0
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("full", [False, True])
 def test_check_covers_every_layout_dtype_shape_class_and_config(arch, full):
@@ -175,7 +239,8 @@ def test_check_covers_every_layout_dtype_shape_class_and_config(arch, full):
 @needs_sim
 def test_check_fails_when_a_row_does(monkeypatch, tmp_path, outcome, said):
     def run(case, backend, **options):
-        if case.shape.name != "tail K":
+        pretend_to_simulate()
+        if case.shape.name != "M = 1":
             return CaseResult(0.25, (0, 0), None)
         if isinstance(outcome, Exception):
             raise outcome
@@ -187,12 +252,16 @@ def test_check_fails_when_a_row_does(monkeypatch, tmp_path, outcome, said):
     assert result.exit_code == 1
     assert "1 failed" in words(result) and said in words(result)
     rows = json.loads(path.read_text().replace("Infinity", "1e999"))["rows"]
-    assert [row["case"].startswith("tail K") for row in rows] == [not row["passed"] for row in rows]
+    assert [row["case"].startswith("M = 1") for row in rows] == [not row["passed"] for row in rows]
 
 
 @needs_sim
 def test_check_passes_when_every_row_does(monkeypatch):
-    monkeypatch.setattr(GemmCase, "run", lambda case, backend, **options: CaseResult(0.25, (0, 0), None))
+    def run(case, backend, **options):
+        pretend_to_simulate()
+        return CaseResult(0.25, (0, 0), None)
+
+    monkeypatch.setattr(GemmCase, "run", run)
     result = invoke("check", "--layout", "tn")
     assert result.exit_code == 0
     assert "0 failed; largest error over bound 0.250; 0 findings" in words(result)

@@ -8,12 +8,15 @@ import torch
 from typer.testing import CliRunner
 
 import fourwave as fw
+from fourwave.backends import registry
 from fourwave.cli.app import app
 from fourwave.demo import run as demo_run
 from fourwave.demo import text
 from fourwave.demo.linear import GemmLinear, LinearRecord
 from fourwave.demo.model import EmbeddingModel
 
+SIM_MISSING = registry.get("sim:gfx950").unavailable()
+needs_sim = pytest.mark.skipif(SIM_MISSING is not None, reason=f"simulator: {SIM_MISSING}")
 TWO = ("A cat sleeps on the sofa.", "The kitten naps on the couch.")
 
 
@@ -146,3 +149,27 @@ def test_command_refuses_what_it_cannot_do(arguments, said):
     result = CliRunner().invoke(app, ["demo", *arguments], input="")
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
+
+
+@needs_sim
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
+def test_demo_on_the_simulator(tmp_path, arch):
+    path = tmp_path / "demo.json"
+    result = CliRunner().invoke(app, ["demo", "--backend", f"sim:{arch}", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    record = json.loads(path.read_text())
+    assert record["findings"] == [] and record["workgroups"] > 37
+    assert min(record["cosine_to_float32"]) >= 0.999
+    assert len(record["linears"]) == 37 and max(linear["max_ratio"] for linear in record["linears"]) <= 1
+    similarity = torch.tensor(record["similarity"])
+    for first in range(0, 6, 2):  # the defaults: three pairs that say the same, two sentences on their own
+        others = torch.cat([similarity[first, :first], similarity[first, first + 2 :]])
+        assert similarity[first, first + 1] > others.max() + 0.1
+
+
+@needs_sim
+def test_demo_without_a_gpu_takes_the_simulator():
+    chosen, why = demo_run.choose_backend("auto")
+    reason = registry.get("flydsl").unavailable()
+    assert chosen == ("flydsl" if reason is None else "sim:gfx950")
+    assert reason is None or reason in why

@@ -58,7 +58,7 @@ def run_bench_sim(arch: str, repeats: int, json: Path | None) -> None:
         out.fail(f"the product is wrong: its error is {ratio:.3g} times the bound", code=1)
 
     console = out.stdout()
-    table = out.table(f"Simulator speed: {M}x{N}x{K} bf16 TN, {workgroups} workgroups of {TILE}x{TILE}x{K}, {arch}")
+    table = out.table()
     table.add_column("milliseconds per workgroup", no_wrap=True)
     for heading in ("min", "median", "max"):
         table.add_column(heading, justify="right")
@@ -66,7 +66,9 @@ def run_bench_sim(arch: str, repeats: int, json: Path | None) -> None:
     for name, seconds in rows.items():
         values = [s / workgroups * 1e3 for s in seconds]
         table.add_row(name, *(f"{f(values):.1f}" for f in (min, statistics.median, max)))
-    console.print(table)
+    out.show(
+        console, table, f"Simulator speed: {M}x{N}x{K} bf16 TN, {workgroups} workgroups of {TILE}x{TILE}x{K}, {arch}"
+    )
     processor = cpu()
     console.print(f"{repeats} launches after one that compiled; config {escape(str(config))}")
     console.print(f"CPU: {escape(processor)}; torch threads: {torch.get_num_threads()}")

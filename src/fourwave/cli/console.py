@@ -32,9 +32,16 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
-def table(title: str | None = None, **options: Any) -> Table:
+def table(**options: Any) -> Table:
     """A table in the one style that all commands use."""
-    return Table(title=title, title_justify="left", title_style="bold", header_style="bold", **options)
+    return Table(header_style="bold", **options)
+
+
+def show(console: Console, contents: Table, title: str | None = None) -> None:
+    """Print a table under its title (rich would fold a title to the table's width)."""
+    if title:
+        console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
+    console.print(contents)
 
 
 def fail(message: str, code: int = 2) -> NoReturn:

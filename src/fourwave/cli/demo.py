@@ -40,7 +40,7 @@ def run_demo(texts: list[str], file: Path | None, backend: str, threads: int | N
     start = time.perf_counter()
     try:
         chosen, why = choose_backend(backend)
-        console.print(f"backend [bold]{escape(chosen)}[/] ({escape(why)})")
+        console.print(f"backend [bold]{escape(chosen)}[/] ({escape(why)})", soft_wrap=True)
         with out.steps(f"{len(sentences)} sentences, Linears on {chosen}") as steps:
             result = run(
                 sentences,
@@ -79,16 +79,16 @@ def show_similarity(console: Console, result: DemoResult) -> None:
     similarity = result.similarity
     count = len(result.sentences)
     if count > MAX_TABLE:
-        table = out.table(f"Most similar pairs of {count} sentences (cosine)")
+        table = out.table()
         for heading in ("cosine", "sentence", "sentence"):
             table.add_column(heading, overflow="ellipsis", no_wrap=True)
         rows, columns = torch.triu_indices(count, count, offset=1)
         for pair in similarity[rows, columns].argsort(descending=True)[:MAX_TABLE].tolist():
             i, j = int(rows[pair]), int(columns[pair])
             table.add_row(f"{similarity[i, j]:.3f}", escape(result.sentences[i]), escape(result.sentences[j]))
-        console.print(table)
+        out.show(console, table, f"Most similar pairs of {count} sentences (cosine)")
         return
-    table = out.table("Similarity of the sentences (cosine)")
+    table = out.table()
     table.add_column("", justify="right")
     table.add_column("sentence", overflow="ellipsis", no_wrap=True, max_width=46)
     for index in range(count):
@@ -100,7 +100,7 @@ def show_similarity(console: Console, result: DemoResult) -> None:
             style = "dim" if i == j else "bold green" if value > 0.5 else ""
             cells.append(f"[{style}]{value:.2f}[/]" if style else f"{value:.2f}")
         table.add_row(str(i + 1), escape(sentence), *cells)
-    console.print(table)
+    out.show(console, table, "Similarity of the sentences (cosine)")
 
 
 def show_errors(console: Console, result: DemoResult) -> None:
@@ -114,7 +114,7 @@ def show_errors(console: Console, result: DemoResult) -> None:
         if key not in worst or not ratio <= worst[key]:
             worst[key] = ratio
     linears = list(dict.fromkeys(linear for _, linear in worst if linear))
-    table = out.table("Largest error over bound of each Linear (against float64; at most 1 is right)")
+    table = out.table()
     table.add_column("layer", no_wrap=True)
     for linear in linears:
         table.add_column(linear.replace("attention.self.", "").removesuffix(".dense"), justify="right")
@@ -123,7 +123,7 @@ def show_errors(console: Console, result: DemoResult) -> None:
         table.add_row(layer, *(ratio_cell(worst[layer, linear]) for linear in linears))
     for layer, value in alone.items():
         table.add_row(layer, ratio_cell(value), *[""] * (len(linears) - 1))
-    console.print(table)
+    out.show(console, table, "Largest error over bound of each Linear (against float64; at most 1 is right)")
 
 
 def ratio_cell(value: float) -> str:
@@ -133,12 +133,12 @@ def ratio_cell(value: float) -> str:
 def show_findings(console: Console, result: DemoResult) -> None:
     if not result.findings:
         return
-    table = out.table("Findings of the simulator's checkers")
+    table = out.table()
     for heading in ("kind", "where", "message", "count"):
         table.add_column(heading)
     for finding in result.findings[:MAX_FINDINGS]:
         table.add_row(finding.kind, f"{finding.file}:{finding.line}", escape(finding.message), str(finding.count))
-    console.print(table)
+    out.show(console, table, "Findings of the simulator's checkers")
 
 
 def show_summary(console: Console, result: DemoResult, wall: float) -> None:
@@ -167,7 +167,7 @@ def show_summary(console: Console, result: DemoResult, wall: float) -> None:
         f"{wall:.1f} s: {result.load_seconds:.1f} s loading and the float32 pass, {result.seconds:.1f} s the fourwave "
         f"pass ({result.gemm_seconds:.1f} s of it in gemm)",
     )
-    console.print(table)
+    out.show(console, table)
 
 
 def as_record(result: DemoResult, wall: float, failures: list[str]) -> dict[str, object]:

@@ -133,7 +133,7 @@ def run_doctor(json: Path | None) -> None:
     console = out.stdout()
     versions, found = packages(), tools()
 
-    table = out.table("Packages")
+    table = out.table()
     table.add_column("package", no_wrap=True)
     table.add_column("version", no_wrap=True)
     table.add_column("for")
@@ -141,27 +141,27 @@ def run_doctor(json: Path | None) -> None:
     for name, purpose in PACKAGES:
         version = versions[name]
         table.add_row(name, version or "[yellow]not installed[/]", escape(purpose))
-    console.print(table)
+    out.show(console, table, "Packages")
 
-    table = out.table("Tools")
+    table = out.table()
     for heading in ("tool", "found", "for"):
         table.add_column(heading)
     for what, names, purpose in TOOLS:
         path = found[what]
         shown = attempt(partial(tool_version, path)) if path else f"no {', '.join(names)} on PATH"
         table.add_row(what, escape(shown) if path else f"[yellow]{escape(shown)}[/]", purpose)
-    console.print(table)
+    out.show(console, table, "Tools")
 
     processor, devices, simulates = attempt(cpu), attempt(gpus), attempt(simulator)
-    table = out.table("Devices", show_header=False)
+    table = out.table(show_header=False)
     table.add_column()
     table.add_column()
     table.add_row("CPU", escape(processor))
     table.add_row("GPU", escape(devices))
     table.add_row("simulator", escape(simulates))
-    console.print(table)
+    out.show(console, table, "Devices")
 
-    table = out.table("Backends")
+    table = out.table()
     for heading in ("backend", "here", "why not"):
         table.add_column(heading)
     answers: dict[str, str | None] = {}
@@ -171,7 +171,7 @@ def run_doctor(json: Path | None) -> None:
         answers = {spec: f"failed to ask: {type(error).__name__}: {error}" for spec in BACKENDS}
     for spec, reason in answers.items():
         table.add_row(spec, "[green]usable[/]" if reason is None else "[yellow]no[/]", escape(reason or ""))
-    console.print(table)
+    out.show(console, table, "Backends")
     default = attempt(default_backend)
     console.print(f"Backend of a call that names none: {escape(default)}")
 

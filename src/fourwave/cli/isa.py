@@ -63,7 +63,7 @@ def show_isa(problems: Sequence[GemmProblem], archs: Sequence[str], json: Path |
 
 def show_kernels(console: Console, arch: str, compiled: Sequence[Compiled]) -> None:
     """One column per kernel. Counts are of the final assembly, one wave's."""
-    table = out.table(f"{compiled[0][2].name} for {arch}")
+    table = out.table()
     table.add_column("")
     for problem, _, _ in compiled:
         table.add_column(str(problem).removesuffix(f" on {problem.device_type}"), justify="right")
@@ -96,7 +96,7 @@ def show_kernels(console: Console, arch: str, compiled: Sequence[Compiled]) -> N
     row("other vector / copies / scalar", [f"{loop.valu} / {loop.copies} / {loop.salu}" for loop in loops])
     row("instructions in all", [str(loop.instructions) for loop in loops], end_section=True)
     row("code object", [linked(k) for k in kernels])
-    console.print(table)
+    out.show(console, table, f"{compiled[0][2].name} for {arch}")
 
 
 def spills(vector: int, scalar: int) -> str:

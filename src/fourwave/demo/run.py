@@ -55,6 +55,8 @@ class DemoResult:
         bad = [record for record in self.records if not record.max_ratio <= 1]
         if bad:
             problems.append(f"{len(bad)} Linear calls exceed their error bound, first {bad[0].name}")
+        if self.simulated and not self.workgroups:
+            problems.append("no workgroup was simulated")
         if self.findings:
             problems.append(f"the simulator's checkers reported {len(self.findings)} findings")
         if self.stopped:
