@@ -73,16 +73,10 @@ def gemm(
     Raises ValueError for what the caller must change, BackendUnavailable when a backend that was asked for is not here,
     NotImplementedError when it cannot run this.
     """
-    if (
-        type(a) is Tensor
-        and type(b) is Tensor
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and not (torch.is_grad_enabled() and _requires_grad(a, b, bias, out))
-    ) or not _needs_operator(a, b, bias, out):
-        return _eager(
-            a, b, trans_a, trans_b, out_dtype, bias, activation, alpha, accumulate, out, config, backend
-        )  # fmt: skip
+    if not _needs_operator(a, b, bias, out):
+        return _eager(a, b, trans_a, trans_b, out_dtype, bias, activation, alpha, accumulate, out, config, backend)
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("torch.func transforms (grad, vmap, ...) cannot go through gemm: use torch.autograd")
     if config is not None:
         raise NotImplementedError(
             "config is not supported with autograd or torch.compile: the operator has no such field"
@@ -105,13 +99,17 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+
+
 def _needs_operator(*tensors: Tensor | None) -> bool:
     """Whether something other than plain eager execution has to see the call as one operator."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
-    if torch.is_grad_enabled() and _requires_grad(*tensors):
-        return True
-    return any(t is not None and type(t) not in (Tensor, torch.nn.Parameter) for t in tensors)
+    for t in tensors:
+        if type(t) not in _PLAIN:
+            return True
+    return torch.is_grad_enabled() and _requires_grad(*tensors)
 
 
 class _Call(NamedTuple):

@@ -1,0 +1,218 @@
+"""fw.gemm against float64 on every backend: one file, whatever runs it.
+
+Every element is compared, outputs start as NaN with guard bytes around, and operands lie in buffers full of NaN. On the
+simulator a finding of its checkers raises, so a passing test has none. Each kind of call is compiled once per process;
+what a test varies beyond shapes, strides and alpha costs a compilation there, so it is varied on few cases.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fourwave as fw
+from fourwave.ops.gemm.problem import ACTIVATIONS, LAYOUTS
+from fourwave.ops.gemm.reference import gemm_reference
+from fourwave.testing import GemmCase, bounds, inputs
+from fourwave.testing.shapes import GEMM_SHAPES, GEMM_SHAPES_FULL, Shape, by_name
+from targets import Target
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def check(case: GemmCase, target: Target) -> None:
+    if target.simulated and case.dtype == FP32:
+        pytest.skip("the kernels take bf16 and fp16")
+    result = case.run(target.backend, device=target.device)
+    assert result.guards is None, f"{case}: {result.guards}"
+    assert result.ratio <= 1, f"{case}: {result.ratio:.3g} times the bound at {list(result.worst)}"
+
+
+@every_layout
+@pytest.mark.parametrize("shape", GEMM_SHAPES, ids=str)
+def test_shapes(target: Target, layout: str, shape: Shape) -> None:
+    check(GemmCase(shape, layout), target)
+
+
+@pytest.mark.slow
+@every_layout
+@pytest.mark.parametrize("shape", GEMM_SHAPES_FULL, ids=str)
+def test_more_tiles(target: Target, layout: str, shape: Shape) -> None:
+    check(GemmCase(shape, layout), target)
+
+
+@every_layout
+@pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
+@pytest.mark.parametrize("shape", ["even", "tail all"])
+def test_dtypes(target: Target, layout: str, dtype: torch.dtype, shape: str) -> None:
+    check(GemmCase(by_name(shape), layout, dtype), target)
+
+
+@pytest.mark.parametrize(("dtype", "out_dtype"), [(BF16, FP32), (BF16, FP16), (FP16, FP32), (FP16, BF16), (FP32, BF16)])
+def test_out_dtypes(target: Target, dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    check(GemmCase(by_name("tail all"), "TN", dtype, out_dtype), target)
+
+
+@every_layout
+@pytest.mark.parametrize("view", [view for view in inputs.VIEWS if view != "contiguous"])
+def test_views(target: Target, layout: str, view: str) -> None:
+    """Operands and output as slices, at odd offsets, transposed and with steps, alone and together."""
+    shape = by_name("tail all")
+    check(GemmCase(shape, layout, a_view=view), target)
+    check(GemmCase(shape, layout, b_view=view), target)
+    check(GemmCase(shape, layout, out_view=view), target)
+    check(GemmCase(shape, layout, a_view=view, b_view=view, out_view=view), target)
+
+
+@every_layout
+def test_views_of_even_shapes(target: Target, layout: str) -> None:
+    """Where the shape has no tail, only the stride says that the rows are apart."""
+    for view in ("sliced", "offset"):
+        check(GemmCase(by_name("even"), layout, a_view=view, b_view=view, out_view=view), target)
+
+
+@pytest.mark.parametrize("activation", [None, *ACTIVATIONS])
+def test_epilogue(target: Target, activation: str | None) -> None:
+    bias_dtype = FP32 if activation is None else BF16
+    case = GemmCase(by_name("tail all"), "TN", bias_dtype=bias_dtype, activation=activation, alpha=-0.75)
+    check(case, target)
+
+
+@pytest.mark.parametrize("out_dtype", [FP32, BF16], ids=str)
+def test_accumulate(target: Target, out_dtype: torch.dtype) -> None:
+    """wgrad's layout adds to a gradient, in a view of a larger buffer too."""
+    for out_view in ("contiguous", "offset", "transposed"):
+        case = GemmCase(by_name("tail all"), "NT", out_dtype=out_dtype, out_view=out_view, alpha=0.5, accumulate=True)
+        check(case, target)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0, -2.5, 1e-3])
+def test_alpha(target: Target, alpha: float) -> None:
+    check(GemmCase(by_name("small"), alpha=alpha), target)
+
+
+@every_layout
+def test_small_integers_are_exact(target: Target, layout: str) -> None:
+    """Sums of small integers fit in every format on the way: not a bit may differ, whatever the order."""
+    generator = torch.Generator().manual_seed(3)
+    a_shape, b_shape = {
+        "TN": ((70, 96), (40, 96)),
+        "NN": ((70, 96), (96, 40)),
+        "NT": ((96, 70), (96, 40)),
+    }[layout]
+    a = torch.randint(-4, 5, a_shape, generator=generator).to(target.device, BF16)
+    b = torch.randint(-4, 5, b_shape, generator=generator).to(target.device, BF16)
+    trans_a, trans_b = layout == "NT", layout == "TN"
+    out = fw.gemm(a, b, trans_a=trans_a, trans_b=trans_b, out_dtype=FP32, backend=target.backend)
+    exact = gemm_reference(a, b, trans_a=trans_a, trans_b=trans_b)
+    assert torch.equal(out.double(), exact)
+
+
+def test_sliced_and_offset_operands_give_the_contiguous_result(target: Target) -> None:
+    x = torch.randn(64, 160, generator=torch.Generator().manual_seed(0)).to(target.device, BF16)
+    w = torch.randn(48, 128, generator=torch.Generator().manual_seed(1)).to(target.device, BF16)
+    flat = torch.randn(5 + 64 * 128, generator=torch.Generator().manual_seed(2)).to(target.device, BF16)
+    for view in (x[:, :128], x[:, 3:131], flat[5:].view(64, 128), x.mT[:128].mT, x[::2, :128]):
+        expected = fw.gemm(view.clone(memory_format=torch.contiguous_format), w, backend=target.backend)
+        assert torch.equal(fw.gemm(view, w, backend=target.backend), expected)
+        swapped = fw.gemm(w, view, backend=target.backend)
+        assert torch.equal(
+            swapped, fw.gemm(w, view.clone(memory_format=torch.contiguous_format), backend=target.backend)
+        )
+
+
+def test_expanded_and_negated_operands(target: Target) -> None:
+    generator = torch.Generator().manual_seed(0)
+    row = torch.randn(1, 64, generator=generator).to(target.device, BF16)
+    column = torch.randn(16, 1, generator=generator).to(target.device, BF16)
+    w = torch.randn(24, 64, generator=generator).to(target.device, BF16)
+    negated = torch._neg_view(w)
+    assert negated.is_neg()
+    for a, b in ((row.expand(16, 64), w), (column.expand(16, 64), w), (w, row.expand(16, 64)), (row, negated)):
+        exact, bound = gemm_reference(a, b), bounds.gemm_bound(a, b, BF16)
+        bounds.assert_within(fw.gemm(a, b, backend=target.backend), exact, bound)
+
+
+def test_leading_dimensions(target: Target) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, 5, 2, 48, generator=generator).to(target.device, BF16)
+    w = torch.randn(24, 48, generator=generator).to(target.device, BF16)
+    dout = torch.randn(3, 5, 2, 24, generator=generator).to(target.device, BF16)
+    x2, dout2 = x.reshape(30, 48), dout.reshape(30, 24)
+
+    def run(a: torch.Tensor, b: torch.Tensor, **options: object) -> torch.Tensor:
+        return fw.gemm(a, b, backend=target.backend, **options)  # type: ignore[arg-type]
+
+    fprop = run(x, w)
+    assert fprop.shape == (3, 5, 2, 24)
+    assert torch.equal(fprop.reshape(30, 24), run(x2, w))
+    dgrad = run(dout, w, trans_b=False)
+    assert dgrad.shape == (3, 5, 2, 48)
+    assert torch.equal(dgrad.reshape(30, 48), run(dout2, w, trans_b=False))
+    wgrad = run(dout, x, trans_a=True, trans_b=False)
+    assert wgrad.shape == (24, 48)
+    assert torch.equal(wgrad, run(dout2, x2, trans_a=True, trans_b=False))
+    # Leading dimensions that do not flatten into one stride, in the operand and in the output.
+    crossed = x.transpose(0, 2)
+    assert torch.equal(run(crossed, w), run(crossed.contiguous(), w))
+    out = torch.full((2, 5, 3, 24), float("nan"), dtype=BF16, device=target.device).transpose(0, 2)
+    assert run(x, w, out=out) is out
+    assert torch.equal(out, fprop)
+    vector = run(x2[0], w)
+    assert vector.shape == (24,) and torch.equal(vector, run(x2[:1], w)[0])
+
+
+@pytest.mark.parametrize("bias_dtype", [FP16, BF16, FP32], ids=str)
+def test_bias_of_any_stride(target: Target, bias_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(20, 32, generator=generator).to(target.device, BF16)
+    b = torch.randn(24, 32, generator=generator).to(target.device, BF16)
+    wide = torch.full((72,), float("nan"), dtype=bias_dtype, device=target.device)
+    values = torch.randn(24, generator=generator).to(target.device, bias_dtype)
+    for bias in (wide[1:49:2], wide[7:31], values[:1].expand(24)):
+        if bias.stride(0) != 0:
+            bias.copy_(values)
+        out = fw.gemm(a, b, bias=bias, out_dtype=FP32, backend=target.backend)
+        bounds.assert_within(out, gemm_reference(a, b, bias=bias), bounds.gemm_bound(a, b, FP32, bias=bias))
+
+
+def test_empty(target: Target) -> None:
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=BF16, device=target.device)
+
+    bias = torch.arange(-2, 3, device=target.device, dtype=BF16)
+
+    def run(a: torch.Tensor, b: torch.Tensor, **options: object) -> torch.Tensor:
+        return fw.gemm(a, b, backend=target.backend, **options)  # type: ignore[arg-type]
+
+    assert run(zeros(0, 8), zeros(5, 8)).shape == (0, 5)
+    assert run(zeros(2, 0, 8), zeros(5, 8), bias=bias).shape == (2, 0, 5)
+    assert run(zeros(4, 8), zeros(0, 8)).shape == (4, 0)
+    assert run(zeros(8, 0), zeros(8, 5), trans_a=True, trans_b=False).shape == (0, 5)
+    assert torch.equal(run(zeros(4, 0), zeros(5, 0)), zeros(4, 5))
+    assert torch.equal(run(zeros(0, 4), zeros(0, 5), trans_a=True, trans_b=False), zeros(4, 5))
+    assert torch.equal(run(zeros(4, 0), zeros(0, 5), trans_b=False, bias=bias), bias.expand(4, 5))
+    assert torch.equal(run(zeros(4, 0), zeros(5, 0), bias=bias, activation="relu"), bias.relu().expand(4, 5))
+    for out in (torch.full((4, 5), 3.0, device=target.device), torch.full((5, 4), 3.0, device=target.device).mT):
+        assert torch.equal(run(zeros(4, 0), zeros(5, 0), out=out, accumulate=True), torch.full_like(out, 3.0))
+        assert torch.equal(run(zeros(4, 0), zeros(5, 0), out=out, accumulate=True, bias=bias), 3.0 + bias.expand(4, 5))
+        assert torch.equal(run(zeros(4, 0), zeros(5, 0), out=out), torch.zeros_like(out))
+
+
+def test_gradients(target: Target) -> None:
+    """Backward runs the other two layouts on the same backend."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 20, 32, generator=generator).to(target.device, BF16).requires_grad_()
+    w = torch.randn(24, 32, generator=generator).to(target.device, BF16).requires_grad_()
+    bias = torch.randn(24, generator=generator).to(target.device).requires_grad_()
+    dout = torch.randn(2, 20, 24, generator=generator).to(target.device, BF16)
+    out = fw.gemm(x, w, bias=bias, alpha=0.5, backend=target.backend)
+    dx, dw, dbias = torch.autograd.grad(out, (x, w, bias), dout)
+    x2, dout2 = x.detach().flatten(0, 1), dout.flatten(0, 1)
+    assert dx.shape == x.shape and dx.dtype == BF16 and dbias.dtype == FP32
+    for got, a, b, trans_a in ((dx.flatten(0, 1), dout2, w.detach(), False), (dw, dout2, x2, True)):
+        exact = gemm_reference(a, b, trans_a=trans_a, trans_b=False, alpha=0.5)
+        bound = bounds.gemm_bound(a, b, BF16, trans_a=trans_a, trans_b=False, alpha=0.5)
+        bounds.assert_within(got, exact, bound)
+    torch.testing.assert_close(dbias, dout2.double().sum(0).float())
