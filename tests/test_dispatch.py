@@ -53,7 +53,7 @@ def test_auto_runs_native_and_tells_why_flydsl_did_not(monkeypatch):
         assert told.backend == "native"
         assert told.rejected["flydsl"] == FLYDSL
         assert torch.equal(fw.gemm(A, B), fw.gemm(A, B, backend="native"))
-    assert FLYDSL in str(told) and "native" in str(told)
+    assert FLYDSL is not None and FLYDSL in str(told) and "native" in str(told)
 
 
 def test_auto_never_takes_the_simulator():
@@ -148,7 +148,7 @@ def test_a_named_backend_that_cannot_raises():
 
 
 def test_a_config_is_not_dropped():
-    config = default_config(GemmProblem(24, 40, 64, "TN", *[torch.bfloat16] * 3), "gfx950")[0]
+    config = default_config(GemmProblem(24, 40, 64, "TN", torch.bfloat16, torch.bfloat16, torch.bfloat16), "gfx950")[0]
     with pytest.raises(NotImplementedError, match="takes no config"):
         fw.gemm(A, B, config=config, backend="native")
     if FLYDSL:
@@ -162,7 +162,7 @@ def test_a_config_is_not_dropped():
 def test_sim_takes_a_config():
     from dataclasses import replace
 
-    problem = GemmProblem(24, 40, 64, "TN", *[torch.bfloat16] * 3)
+    problem = GemmProblem(24, 40, 64, "TN", torch.bfloat16, torch.bfloat16, torch.bfloat16)
     config = default_config(problem, "gfx950")[0]
     assert torch.equal(fw.gemm(A, B, backend="sim", config=config), fw.gemm(A, B, backend="sim"))
     told = fw.explain(A, B, backend="sim", config=config)
@@ -176,7 +176,7 @@ def test_a_usable_flydsl_comes_first(monkeypatch, fresh_choices):
     flydsl = registry.get("flydsl")
     monkeypatch.setattr(type(flydsl), "unavailable", lambda self, arch=None: None)
     monkeypatch.setattr(type(flydsl), "why_unsupported", lambda self, problem, config: None)
-    problem = GemmProblem(24, 40, 64, "TN", *[torch.bfloat16] * 3)
+    problem = GemmProblem(24, 40, 64, "TN", torch.bfloat16, torch.bfloat16, torch.bfloat16)
     assert select.select("auto", problem, None).backend is flydsl
     monkeypatch.setattr(type(flydsl), "why_unsupported", lambda self, problem, config: "not this one")
     select.clear_cache()
@@ -334,7 +334,12 @@ def test_backward_keeps_the_backend_of_the_forward(monkeypatch):
 def test_only_asked_gradients_are_computed(monkeypatch):
     layouts = []
     real = select.select
-    monkeypatch.setattr(select, "select", lambda s, p, c: layouts.append(p.layout) or real(s, p, c))
+
+    def spy(spec, problem, config):
+        layouts.append(problem.layout)
+        return real(spec, problem, config)
+
+    monkeypatch.setattr(select, "select", spy)
     fw.gemm(A, B.clone().requires_grad_()).sum().backward()
     assert layouts == ["TN", "NT"]
 
@@ -353,7 +358,7 @@ def test_compile_sees_one_operator():
         fw.gemm(a, b, out=out, accumulate=True)
         return y * 2 + out
 
-    seen = []
+    seen: list = []
 
     def backend(graph, inputs):
         seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
@@ -433,8 +438,9 @@ def test_guard_refuses_the_second_dsl(monkeypatch):
     monkeypatch.setitem(sys.modules, "cutlass._mlir", type(sys)("cutlass._mlir"))
     with pytest.raises(fw.BackendUnavailable, match=r"CuTe DSL is loaded.*another process"):
         guard.import_flydsl()
-    assert "CuTe DSL is loaded" in registry.get("flydsl").unavailable()
-    assert "CuTe DSL is loaded" in registry.get("sim").unavailable() or SIM == registry.get("sim").unavailable()
+    assert "CuTe DSL is loaded" in (registry.get("flydsl").unavailable() or "")
+    if SIM is None:
+        assert "CuTe DSL is loaded" in (registry.get("sim").unavailable() or "")
     monkeypatch.delitem(sys.modules, "cutlass._mlir")
     monkeypatch.setitem(sys.modules, "flydsl.compiler", type(sys)("flydsl.compiler"))
     with pytest.raises(fw.BackendUnavailable, match=r"FlyDSL is loaded.*another process"):
