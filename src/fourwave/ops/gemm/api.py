@@ -297,10 +297,14 @@ def _empty(problem: GemmProblem, out: Tensor, bias: Tensor | None) -> None:
 def _check_overlap(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     if out.numel() == 0:
         return
-    if _overlaps_itself(out):
+    if not out.is_contiguous() and _overlaps_itself(out):
         raise ValueError(f"out has strides {out.stride()} and shape {tuple(out.shape)}: two elements share one place")
+    low, high = _byte_range(out)
     for name, t in (("a", a), ("b", b), ("bias", bias)):
-        if t is not None and t.numel() > 0 and _share_memory(out, t):
+        if t is None or t.numel() == 0:
+            continue
+        t_low, t_high = _byte_range(t)
+        if t_low < high and low < t_high and not _interleaved(out, t, t_low - low):
             raise ValueError(f"out shares memory with {name}, which would be overwritten while it is read")
 
 
@@ -317,23 +321,21 @@ def _overlaps_itself(t: Tensor) -> bool:
 
 def _byte_range(t: Tensor) -> tuple[int, int]:
     start = t.data_ptr()
+    if t.is_contiguous():
+        return start, start + t.nbytes
     last = sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True))
     return start, start + (last + 1) * t.element_size()
 
 
-def _share_memory(out: Tensor, t: Tensor) -> bool:
-    """Whether the tensors may share a byte; exact for column slices of one buffer, else by address range."""
-    low, high = _byte_range(out)
-    t_low, t_high = _byte_range(t)
-    if high <= t_low or t_high <= low:
+def _interleaved(out: Tensor, t: Tensor, offset: int) -> bool:
+    """Whether two matrices, t starting `offset` bytes after out, are disjoint column slices of the same rows."""
+    if out.dim() != 2 or t.dim() != 2 or out.stride(1) != 1 or t.stride(1) != 1:
         return False
-    if out.dim() == 2 and t.dim() == 2 and out.stride(1) == 1 and t.stride(1) == 1:
-        pitch = out.stride(0) * out.element_size()
-        width, t_width = out.shape[1] * out.element_size(), t.shape[1] * t.element_size()
-        if pitch == t.stride(0) * t.element_size():
-            gap = (t_low - low) % pitch  # from the start of a row of out to the next start of a row of t
-            return not (width <= gap and gap + t_width <= pitch)
-    return True
+    pitch = out.stride(0) * out.element_size()
+    if pitch == 0 or pitch != t.stride(0) * t.element_size():
+        return False
+    gap = offset % pitch  # from the start of a row of out to the next start of a row of t
+    return out.shape[1] * out.element_size() <= gap and gap + t.shape[1] * t.element_size() <= pitch
 
 
 # ---------------------------------------------------------------------------------------------------------------------
