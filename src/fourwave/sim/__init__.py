@@ -86,7 +86,9 @@ def session(
     """
     if on_finding not in ("record", "raise"):
         raise ValueError(f"on_finding={on_finding!r}; it can be 'record' or 'raise'")
-    options = Options(tuple(checks), completion, schedule, threads, step_limit, count_bank_conflicts, workgroups, mutate)
+    options = Options(
+        tuple(checks), completion, schedule, threads, step_limit, count_bank_conflicts, workgroups, mutate
+    )
     if reason := unavailable(arch):
         raise ValueError(reason) if arch not in ARCHS else RuntimeError(reason)
     from .flydsl_hook import enter

@@ -7,6 +7,7 @@ What is replaced, in FlyDSL 0.5 (`check_flydsl` says so when another version has
   compile backend `rocm`                       pipeline without the binary step (public: register_backend, force=True)
   jit_function.CompiledArtifact                keeps the lowered module's text with its source locations
   jit_function._call_state_from_spec           the launch goes to the simulator instead of an ExecutionEngine
+  expr.meta._tls.active_loc                    set while the lowered module is read
   jit_function._is_compile_placeholder,
   jit_function._has_live_device_argument       CPU tensors count as device tensors
 """
@@ -48,6 +49,7 @@ def check_flydsl() -> str | None:
     """Why the installed FlyDSL cannot be hooked, or None: another version, or a private name that moved."""
     import flydsl
     from flydsl.compiler import backends, jit_executor, jit_function
+    from flydsl.expr import meta
 
     version = tuple(int(x) for x in flydsl.__version__.split(".")[:2])
     if version != TESTED:
@@ -62,10 +64,29 @@ def check_flydsl() -> str | None:
         original = getattr(function, "_fourwave_original", function)
         if original is None or list(inspect.signature(original).parameters) != parameters:
             return f"flydsl.compiler.jit_function.{name}({', '.join(parameters)}) is not where FlyDSL {TESTED[0]}.{TESTED[1]} had it"
-    for module, name in ((jit_executor, "CallState"), (jit_function, "CompiledArtifact"), (backends, "_make_backend")):
+    for module, name in (
+        (jit_executor, "CallState"),
+        (jit_function, "CompiledArtifact"),
+        (backends, "_make_backend"),
+        (meta, "_tls"),
+    ):
         if not hasattr(module, name):
             return f"{module.__name__}.{name} is not where FlyDSL {TESTED[0]}.{TESTED[1]} had it"
     return None
+
+
+@contextlib.contextmanager
+def _without_source_capture() -> Iterator[None]:
+    """FlyDSL wraps every MLIR value that Python touches and walks the stack for its source line; here nobody reads that line."""
+    from flydsl._mlir import ir
+    from flydsl.expr import meta
+
+    before = getattr(meta._tls, "active_loc", None)
+    meta._tls.active_loc = ir.Location.unknown()
+    try:
+        yield
+    finally:
+        meta._tls.active_loc = before
 
 
 class Kernels:
@@ -96,20 +117,28 @@ class Kernels:
     def program(self, name: str, mutate: Any) -> Any:
         key = name, mutate
         if key not in self.programs:
-            with self.context:
+            with self.context, _without_source_capture():
                 self.programs[key] = lower_kernel(self.ir, *self.kernels[name], self.arch, mutate)
         return self.programs[key]
 
     def call(self, packed: int, memory: Memory) -> None:
         with self.lock:
             self.memory = memory
-            with self.context:
+            with self.context, _without_source_capture():
                 self.host(packed)
 
     def _launch(self, kernel: str, grid: Any, block: Any, dynamic_lds: int, arguments: list[list[int]]) -> None:
         session = active()
         assert session is not None
-        report = run(self.program(kernel, session.options.mutate), grid, block, dynamic_lds, arguments, self.memory, session.options)
+        report = run(
+            self.program(kernel, session.options.mutate),
+            grid,
+            block,
+            dynamic_lds,
+            arguments,
+            self.memory,
+            session.options,
+        )
         session.report.add(report)
         if report.findings and session.on_finding == "raise":
             raise SimulationError(report)
@@ -175,7 +204,9 @@ def _install() -> None:
                     self._fourwave_kernels = Kernels(self._ir_text, self._entry, arch)
             return self._fourwave_kernels
 
-        def __reduce__(self) -> Any:  # a class of this function cannot be pickled by name; the disk cache gets the plain one
+        def __reduce__(
+            self,
+        ) -> Any:  # a class of this function cannot be pickled by name; the disk cache gets the plain one
             return _restore, (self.__getstate__(),)
 
     class SimulatedCall(CallState):
@@ -188,7 +219,9 @@ def _install() -> None:
         def __call__(self, args_tuple: Any) -> Any:
             session = active()
             if session is None:
-                raise RuntimeError("this kernel was compiled for the simulator; call it inside `with fourwave.sim.session(...)`")
+                raise RuntimeError(
+                    "this kernel was compiled for the simulator; call it inside `with fourwave.sim.session(...)`"
+                )
             self._memory = Memory([*session.tracked, *(r for a in args_tuple for r in _ranges(a))])
             return super().__call__(args_tuple)
 
@@ -257,7 +290,12 @@ def enter(session: Session) -> Iterator[None]:
     with _install_lock:
         _install()
     with _environment_lock:
-        wanted = {"FLYDSL_GPU_ARCH": session.arch, "ARCH": session.arch, "FLYDSL_DEBUG_ENABLE_DEBUG_INFO": "1", "COMPILE_ONLY": None}
+        wanted = {
+            "FLYDSL_GPU_ARCH": session.arch,
+            "ARCH": session.arch,
+            "FLYDSL_DEBUG_ENABLE_DEBUG_INFO": "1",
+            "COMPILE_ONLY": None,
+        }
         before = {name: os.environ.get(name) for name in wanted}
         _set_environment(wanted)
         stack = _active.__dict__.setdefault("stack", [])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .ir_types import Array, Float, Int, Ptr, Struct, Type, dwords, field_offset, parse, size_and_align
-from .lower import UnknownOperation, find_line, float_bits
+from .lower import UnknownOperation, describe_frames, find_frames, float_bits, plain
 
 Launcher = Callable[[str, tuple[int, int, int], tuple[int, int, int], int, list[list[int]]], None]
 
@@ -71,7 +71,7 @@ class HostInterpreter:
         values: dict[Any, Any] = {}
         pointers = (ctypes.c_void_p * len(blocks[0].arguments)).from_address(packed)
         for argument, pointer in zip(blocks[0].arguments, pointers):
-            values[argument] = read_argument(pointer, parse(str(argument.type)))
+            values[plain(self.ir, argument)] = read_argument(pointer, parse(str(argument.type)))
         block = blocks[0]
         while block is not None:
             following = None
@@ -80,29 +80,36 @@ class HostInterpreter:
                 if o.name == "llvm.return":
                     return
                 if o.name == "llvm.br":
-                    following = self._enter(o.successors[0], list(o.operands), values)
+                    following = self._enter(o.successors[0], self._operands(o), values)
                 elif o.name == "llvm.cond_br":
-                    sizes = [int(x) for x in re.findall(r"\d+", str(o.attributes["operandSegmentSizes"]).split(":", 1)[1])]
-                    rest, taken = list(o.operands)[1:], values[o.operands[0]] & 1
-                    following = self._enter(o.successors[0 if taken else 1], rest[: sizes[1]] if taken else rest[sizes[1] :], values)
+                    sizes = [
+                        int(x) for x in re.findall(r"\d+", str(o.attributes["operandSegmentSizes"]).split(":", 1)[1])
+                    ]
+                    condition, *rest = self._operands(o)
+                    taken = values[condition] & 1
+                    following = self._enter(
+                        o.successors[0 if taken else 1], rest[: sizes[1]] if taken else rest[sizes[1] :], values
+                    )
                 elif o.name == "gpu.launch_func":
                     self._launch(o, values)
                 else:
                     result = self._evaluate(o, values)
                     if len(o.results) == 1:
-                        values[o.results[0]] = result
+                        values[plain(self.ir, o.results[0])] = result
             block = following
 
-    @staticmethod
-    def _enter(block: Any, arguments: list[Any], values: dict[Any, Any]) -> Any:
+    def _operands(self, o: Any) -> list[Any]:
+        return [plain(self.ir, x) for x in o.operands]
+
+    def _enter(self, block: Any, arguments: list[Any], values: dict[Any, Any]) -> Any:
         incoming = [values[a] for a in arguments]
         for target, value in zip(block.arguments, incoming):
-            values[target] = value
+            values[plain(self.ir, target)] = value
         return block
 
     def _evaluate(self, o: Any, values: dict[Any, Any]) -> Any:
         ir, short = self.ir, o.name.removeprefix("llvm.")
-        operands = [values[x] for x in o.operands]
+        operands = [values[x] for x in self._operands(o)]
         t = parse(str(o.results[0].type)) if len(o.results) == 1 else None
         if short == "mlir.constant":
             attribute = o.attributes["value"]
@@ -133,8 +140,8 @@ class HostInterpreter:
                     value = value[i]
                 return value
             return self._put(operands[0], path, operands[1])
-        file, line = find_line(str(o.location))
-        raise UnknownOperation(f"{file}:{line}: the simulator does not model {o.name} in a host function\n  {str(o)[:300]}")
+        where = describe_frames(find_frames(str(o.location)))
+        raise UnknownOperation(f"{where}: the simulator does not model {o.name} in a host function\n  {str(o)[:300]}")
 
     def _blank(self, t: Type) -> Any:
         if isinstance(t, (Struct, Array)):
@@ -147,7 +154,7 @@ class HostInterpreter:
 
     def _launch(self, o: Any, values: dict[Any, Any]) -> None:
         sizes = [int(x) for x in re.findall(r"\d+", str(o.attributes["operandSegmentSizes"]).split(":", 1)[1])]
-        operands = list(o.operands)
+        operands = self._operands(o)
         groups, at = [], 0
         for size in sizes:
             groups.append(operands[at : at + size])
@@ -155,8 +162,8 @@ class HostInterpreter:
         # gpu.launch_func: async dependencies, grid x y z, block x y z, cluster x y z, dynamic LDS, kernel operands, async object
         dims = [values[g[0]] if g else 1 for g in groups[1:10]]
         if any(d != 1 for d in dims[6:9]):
-            file, line = find_line(str(o.location))
-            raise UnknownOperation(f"{file}:{line}: the simulator does not model clusters ({dims[6:9]})")
+            where = describe_frames(find_frames(str(o.location)))
+            raise UnknownOperation(f"{where}: the simulator does not model clusters ({dims[6:9]})")
         dynamic = values[groups[10][0]] if groups[10] else 0
         arguments = [flat_dwords(values[a], parse(str(a.type))) for a in groups[11]]
         kernel = re.findall(r"@([\w$.]+)", str(o.attributes["kernel"]))[-1]

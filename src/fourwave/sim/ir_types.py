@@ -6,7 +6,17 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-FLOAT_BITS = {"f16": 16, "bf16": 16, "f32": 32, "f64": 64, "f8E4M3FN": 8, "f8E4M3FNUZ": 8, "f8E5M2": 8, "f8E5M2FNUZ": 8, "f8E8M0FNU": 8}
+FLOAT_BITS = {
+    "f16": 16,
+    "bf16": 16,
+    "f32": 32,
+    "f64": 64,
+    "f8E4M3FN": 8,
+    "f8E4M3FNUZ": 8,
+    "f8E5M2": 8,
+    "f8E5M2FNUZ": 8,
+    "f8E8M0FNU": 8,
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +82,8 @@ def _parse(text: str) -> tuple[Type, str]:
     if m := re.match(r"(index)\b", text):
         return Int(64), text[m.end() :]
     if m := re.match(r"i(\d+)", text):
+        if int(m[1]) > 32 and int(m[1]) % 32:  # its top register would hold bits above the value
+            raise NotImplementedError(f"the simulator does not know the type i{m[1]}")
         return Int(int(m[1])), text[m.end() :]
     if m := re.match(r"(bf16|f8E\w+|f16|f32|f64)", text):
         if m[1] in FLOAT_BITS:

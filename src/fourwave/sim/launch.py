@@ -39,7 +39,9 @@ class Options:
         if self.completion not in ("late", "early"):
             raise ValueError(f"completion={self.completion!r}; it can be 'late' or 'early'")
         if self.schedule not in ("forward", "reverse") and not self.schedule.startswith("random"):
-            raise ValueError(f"schedule={self.schedule!r}; it can be 'forward', 'reverse' or 'random:SEED' (SEED an int above 1)")
+            raise ValueError(
+                f"schedule={self.schedule!r}; it can be 'forward', 'reverse' or 'random:SEED' (SEED an int above 1)"
+            )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads}; it must be at least 1")
         if self.workgroups is not None and (self.workgroups.step != 1 or self.workgroups.start < 0):
@@ -91,12 +93,16 @@ def run(
     capacity = LDS_CAPACITY[program.arch]
     threads = block[0] * block[1] * block[2]
     if lds_bytes > capacity:
-        raise ValueError(f"kernel {program.name} asks for {lds_bytes} bytes of LDS; {program.arch} has {capacity} per compute unit")
+        raise ValueError(
+            f"kernel {program.name} asks for {lds_bytes} bytes of LDS; {program.arch} has {capacity} per compute unit"
+        )
     if not 0 < threads <= 1024:
         raise ValueError(f"kernel {program.name} was launched with {block} threads; a workgroup has 1 to 1024")
     constants = program.constants.copy()
     if len(arguments) != len(program.argument_slots):
-        raise ValueError(f"kernel {program.name} takes {len(program.argument_slots)} arguments; the launch passes {len(arguments)}")
+        raise ValueError(
+            f"kernel {program.name} takes {len(program.argument_slots)} arguments; the launch passes {len(arguments)}"
+        )
     for slots, words in zip(program.argument_slots, arguments):
         if len(slots) != len(words):
             raise ValueError(f"kernel {program.name}: an argument of {len(slots)} dwords was passed {len(words)}")
@@ -139,4 +145,6 @@ def run(
         kernel=program.name, arch=program.arch, grid=grid, block=block, workgroups=len(chosen), lds_bytes=lds_bytes, seconds=seconds,
         counters=dict(zip(COUNTERS, raw.counters)),
     )  # fmt: skip
-    return Report([launch], [finding_from_raw(findings[i], program.lines, program.name) for i in range(raw.num_findings)])
+    return Report(
+        [launch], [finding_from_raw(findings[i], program.lines, program.name) for i in range(raw.num_findings)]
+    )

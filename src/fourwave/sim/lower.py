@@ -32,7 +32,9 @@ _INT_OPS = {
 }  # fmt: skip
 _SIGNED = {"SDIV", "SREM", "ASHR", "SMIN", "SMAX", "SLT", "SLE"}
 _ICMP = ["EQ", "NE", "SLT", "SLE", "SGT", "SGE", "ULT", "ULE", "UGT", "UGE"]
-# llvm.fcmp predicate -> bits of core.c's compare_bits (1 equal, 2 greater, 4 less, 8 unordered). LLVM's own encoding is the same.
+# llvm.fcmp predicate, in the dialect's order -> bits of core.c's compare_bits (1 equal, 2 greater, 4 less, 8 unordered).
+# The dialect numbers uno after une (mlir/include/mlir/Dialect/LLVMIR/LLVMEnums.td, FCmpPredicate), unlike LLVM's own CmpInst::Predicate.
+_FCMP = [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 8, 15]
 _FLOAT_OPS = {
     "fadd": "FADD", "fsub": "FSUB", "fmul": "FMUL", "fdiv": "FDIV", "frem": "FREM", "intr.maxnum": "FMAXNUM", "intr.minnum": "FMINNUM",
     "intr.maximum": "FMAXIMUM", "intr.minimum": "FMINIMUM", "intr.copysign": "COPYSIGN", "intr.pow": "FPOW",
@@ -44,7 +46,15 @@ _FLOAT_UNARY = {
     "intr.sin": "sin", "intr.cos": "cos", "intr.tanh": "tanh", "intr.floor": "floor", "intr.ceil": "ceil", "intr.trunc": "trunc",
     "intr.rint": "rint", "intr.roundeven": "rint", "intr.nearbyint": "rint", "intr.round": "round", "intr.erf": "erf",
 }  # fmt: skip
-_ROCDL_UNARY = {"rcp": "rcp", "rsq": "rsq", "sqrt": "sqrt", "exp2": "exp2", "log": "log2", "tanh": "tanh", "fract": "fract"}
+_ROCDL_UNARY = {
+    "rcp": "rcp",
+    "rsq": "rsq",
+    "sqrt": "sqrt",
+    "exp2": "exp2",
+    "log": "log2",
+    "tanh": "tanh",
+    "fract": "fract",
+}
 # Hints to the scheduler or the clock: no effect on values or order.
 _NOTES = {
     "sched.barrier", "sched.group.barrier", "iglp.opt", "s.setprio", "s.sleep", "s.nop", "s.sethalt", "wave.barrier", "s.prefetch.inst",
@@ -61,22 +71,40 @@ _MFMA = {
 _GFX950_ONLY = {name for name in _MFMA if re.search(r"x(32|16)\.b?f16$", name)}
 
 
-def find_line(location: str) -> tuple[str, int]:
-    """File and line of the innermost file location in an MLIR location's text."""
-    if m := re.search(r'"([^"]+)":(\d+):\d+', location):
-        return m[1], int(m[2])
-    return "unknown", 0
+Frames = tuple[tuple[str, int], ...]
+
+
+def find_frames(location: str) -> Frames:
+    """(file, line) of each Python frame in an MLIR location's text, the kernel's own first, then the helpers it called."""
+    return tuple((file, int(line)) for file, line in re.findall(r'"([^"]+)":(\d+):\d+', location))[::-1] or (
+        ("unknown", 0),
+    )
+
+
+def describe_frames(frames: Frames) -> str:
+    """file:line of the kernel's line, and the helpers' where there are any."""
+    return " > ".join(f"{file}:{line}" for file, line in frames)
+
+
+def plain(ir: Any, value: Any) -> Any:
+    """An MLIR value fit for a dict key. FlyDSL's own value class builds a comparison operation when asked for equality."""
+    return ir.Value(value)
 
 
 class KernelLowering:
     """State of lowering one `llvm.func` that is a kernel."""
 
-    def __init__(self, ir: Any, module: Any, function: Any, arch: str, mutate: Callable[[Builder], None] | None) -> None:
+    def __init__(
+        self, ir: Any, module: Any, function: Any, arch: str, mutate: Callable[[Builder], None] | None
+    ) -> None:
         self.ir, self.function, self.arch, self.mutate = ir, function, arch, mutate
         self.name = ir.StringAttr(function.attributes["sym_name"]).value
         self.b = Builder()
         self.values: dict[Any, Value] = {}
-        self.lines: dict[tuple[str, int], int] = {}
+        self.types: dict[Any, Any] = {}
+        self.operands: list[Any] = []  # of the operation being lowered; asking MLIR's bindings again is slow
+        self.places: dict[str, int] = {}  # location text -> line index
+        self.lines: dict[Frames, int] = {}
         self.line = 0
         self.block: Block = Block("entry")
         self.extracted: dict[tuple[int, int, int], int] = {}
@@ -124,9 +152,11 @@ class KernelLowering:
         return self.b.constant(value)
 
     def fail(self, what: str, o: Any = None) -> UnknownOperation:
-        file, line = list(self.lines)[self.line]
+        where = describe_frames(list(self.lines)[self.line])
         text = str(o)[:300] if o is not None else ""
-        return UnknownOperation(f"{file}:{line}: the simulator ({self.arch}) does not model {what}" + (f"\n  {text}" if text else ""))
+        return UnknownOperation(
+            f"{where}: the simulator ({self.arch}) does not model {what}" + (f"\n  {text}" if text else "")
+        )
 
     # -- elements of packed vectors -------------------------------------------------------------------------------------
 
@@ -195,14 +225,16 @@ class KernelLowering:
         self.b.blocks.extend(by_block.values())
         self.line = self._line(self.function)
         argument_slots: list[list[int]] = []
-        for argument in mlir_blocks[0].arguments:
+        for argument in (plain(self.ir, x) for x in mlir_blocks[0].arguments):
             t = parse(str(argument.type))
             slots: list[int] = []
+            self.types[argument] = t
             self.values[argument] = self._argument(t, slots)
             argument_slots.append(slots)
         for block in mlir_blocks[1:]:
-            for argument in block.arguments:
+            for argument in (plain(self.ir, x) for x in block.arguments):
                 t = parse(str(argument.type))
+                self.types[argument] = t
                 self.values[argument] = tuple(self.b.new() for _ in range(dwords(t)))
         self.by_block = by_block
         for block in self._dominance_order(mlir_blocks):
@@ -253,7 +285,10 @@ class KernelLowering:
         return registers
 
     def _line(self, o: Any) -> int:
-        return self.lines.setdefault(find_line(str(o.location)), len(self.lines))
+        text = str(o.location)
+        if text not in self.places:
+            self.places[text] = self.lines.setdefault(find_frames(text), len(self.lines))
+        return self.places[text]
 
     def _lower(self, o: Any) -> None:
         self.line = self._line(o)
@@ -275,15 +310,23 @@ class KernelLowering:
                 handler = KernelLowering._mfma
             else:
                 raise self.fail(f"the operation {name}", o)
-        results = handler(self, o)
+        self.operands = [plain(self.ir, x) for x in o.operands]
+        try:
+            results = handler(self, o)
+        except UnknownOperation:
+            raise
+        except NotImplementedError as error:  # a type or constant without a model: say where
+            raise self.fail(f"this {name}: {error}", o) from error
         if len(o.results) == 1:
-            self.values[o.results[0]] = results
+            result = plain(self.ir, o.results[0])
+            self.values[result] = results
+            self.types[result] = parse(str(result.type))
 
     def operand(self, o: Any, index: int) -> Value:
-        return self.values[o.operands[index]]
+        return self.values[self.operands[index]]
 
     def operand_type(self, o: Any, index: int) -> Any:
-        return parse(str(o.operands[index].type))
+        return self.types[self.operands[index]]
 
     def result_type(self, o: Any) -> Any:
         return parse(str(o.results[0].type))
@@ -359,7 +402,7 @@ class KernelLowering:
 
     def _each(self, o: Any, compute: Callable[..., Regs], operands: int | None = None) -> Value:
         """Apply `compute` to the operands' elements; the result's element type may differ."""
-        n = len(o.operands) if operands is None else operands
+        n = len(self.operands) if operands is None else operands
         t = self.result_type(o)
         parts = [self.elements(self.operand(o, i), self.operand_type(o, i)) for i in range(n)]
         count = t.count if isinstance(t, Vec) else 1
@@ -384,7 +427,9 @@ class KernelLowering:
         if bits < 32 and op in _SIGNED:
             x, y = self.sext(x, bits), y if op == "ASHR" else self.sext(y, bits)
         d = self.out(op, x, y)
-        return (self.clean(d, bits) if op in ("ADD", "SUB", "MUL", "SHL", "ASHR", "SDIV", "SREM", "SMIN", "SMAX") else d,)
+        return (
+            self.clean(d, bits) if op in ("ADD", "SUB", "MUL", "SHL", "ASHR", "SDIV", "SREM", "SMIN", "SMAX") else d,
+        )
 
     def _icmp(self, o: Any) -> Value:
         predicate = _ICMP[self.integer_attribute(o, "predicate")]
@@ -421,8 +466,10 @@ class KernelLowering:
 
         def one(a: Regs) -> Regs:
             low = self.sext(a[0], source.bits)
+            if target.bits > 64:
+                raise self.fail(f"sext to i{target.bits}", o)
             if target.bits == 64:
-                return (a[0], a[1]) if source.bits == 64 else (low, self.out("ASHR", low, self.const(31)))
+                return low, self.out("ASHR", low, self.const(31))
             return (self.clean(low, target.bits),)
 
         return self._each(o, one)
@@ -438,7 +485,12 @@ class KernelLowering:
         return self._each(o, lambda a: (self.clean(a[0], bits),) if bits < 32 else tuple(a[: bits // 32]))
 
     def _int_unary(self, o: Any) -> Value:
-        op = {"llvm.intr.ctpop": "CTPOP", "llvm.intr.ctlz": "CTLZ", "llvm.intr.cttz": "CTTZ", "llvm.intr.bitreverse": "BITREV"}[o.name]
+        op = {
+            "llvm.intr.ctpop": "CTPOP",
+            "llvm.intr.ctlz": "CTLZ",
+            "llvm.intr.cttz": "CTTZ",
+            "llvm.intr.bitreverse": "BITREV",
+        }[o.name]
         t = self.result_type(o)
         if getattr(t, "element", t).bits != 32:
             raise self.fail(f"{o.name} on {o.results[0].type}", o)
@@ -491,7 +543,9 @@ class KernelLowering:
         op = _FLOAT_OPS[short]
         # One fp32 operation and one rounding: for + - * / of fp16 and bf16 this equals rounding once (24 >= 2 * 11 + 2 bits).
         return self._each(
-            o, lambda a, b: (self.from_f32(self.out(op, self.to_f32(a[0], name), self.to_f32(b[0], name)), name),), operands=2
+            o,
+            lambda a, b: (self.from_f32(self.out(op, self.to_f32(a[0], name), self.to_f32(b[0], name)), name),),
+            operands=2,
         )
 
     def _float_unary(self, o: Any) -> Value:
@@ -502,7 +556,11 @@ class KernelLowering:
             if which not in ("neg", "abs"):
                 raise self.fail(f"{o.name} on f64", o)
             return self._each(o, lambda a: (a[0], self.out("FUNARY", a[1], FUNARY.index(which))), operands=1)
-        return self._each(o, lambda a: (self.from_f32(self.out("FUNARY", self.to_f32(a[0], name), FUNARY.index(which)), name),), operands=1)
+        return self._each(
+            o,
+            lambda a: (self.from_f32(self.out("FUNARY", self.to_f32(a[0], name), FUNARY.index(which)), name),),
+            operands=1,
+        )
 
     def _fma(self, o: Any) -> Value:
         name = self._float_element(self.result_type(o))
@@ -519,11 +577,13 @@ class KernelLowering:
         return self._each(o, lambda a, b, c: (self.out("FMA", a[0], b[0], c[0]),))
 
     def _fcmp(self, o: Any) -> Value:
-        predicate = self.integer_attribute(o, "predicate")
+        predicate = _FCMP[self.integer_attribute(o, "predicate")]
         name = self._float_element(self.operand_type(o, 0))
         if name == "f64":
             return self._each(o, lambda a, b: (self.out("DFCMP", *a, *b, predicate),))
-        return self._each(o, lambda a, b: (self.out("FCMP", self.to_f32(a[0], name), self.to_f32(b[0], name), predicate),))
+        return self._each(
+            o, lambda a, b: (self.out("FCMP", self.to_f32(a[0], name), self.to_f32(b[0], name), predicate),)
+        )
 
     def _float_cast(self, o: Any) -> Value:
         source, target = self._float_element(self.operand_type(o, 0)), self._float_element(self.result_type(o))
@@ -591,7 +651,9 @@ class KernelLowering:
 
     def _insertvalue(self, o: Any) -> Value:
         def put(whole: Value, path: list[int]) -> Value:
-            return [put(x, path[1:]) if i == path[0] else x for i, x in enumerate(whole)] if path else self.operand(o, 1)
+            return (
+                [put(x, path[1:]) if i == path[0] else x for i, x in enumerate(whole)] if path else self.operand(o, 1)
+            )
 
         return put(self.operand(o, 0), self._position(o))
 
@@ -600,7 +662,7 @@ class KernelLowering:
 
     def _extractelement(self, o: Any) -> Value:
         t = self.operand_type(o, 0)
-        value, index = self.operand(o, 0), self.constant_of(o.operands[1])
+        value, index = self.operand(o, 0), self.constant_of(self.operands[1])
         if index is not None:
             bits = t.element.bits
             if bits == 1 or bits >= 32:
@@ -614,7 +676,7 @@ class KernelLowering:
 
     def _insertelement(self, o: Any) -> Value:
         t = self.result_type(o)
-        value, new, index = list(self.operand(o, 0)), self.operand(o, 1), self.constant_of(o.operands[2])
+        value, new, index = list(self.operand(o, 0)), self.operand(o, 1), self.constant_of(self.operands[2])
         if index is not None:
             bits = t.element.bits
             if bits == 1 or bits >= 32:
@@ -622,11 +684,15 @@ class KernelLowering:
                 value[index * n : (index + 1) * n] = new
             else:
                 per = 32 // bits
-                value[index // per] = self.out("INSERT", value[index // per], new[0], index % per * bits, (1 << bits) - 1)
+                value[index // per] = self.out(
+                    "INSERT", value[index // per], new[0], index % per * bits, (1 << bits) - 1
+                )
             return tuple(value)
         at = self.operand(o, 2)[0]
         elements = self.elements(tuple(value), t)
-        return self.pack([tuple(self.out("STOW", at, n, old, i) for n, old in zip(new, e)) for i, e in enumerate(elements)], t)
+        return self.pack(
+            [tuple(self.out("STOW", at, n, old, i) for n, old in zip(new, e)) for i, e in enumerate(elements)], t
+        )
 
     def constant_of(self, value: Any) -> int | None:
         owner = value.owner
@@ -677,15 +743,20 @@ class KernelLowering:
         source, target = self.operand_type(o, 0), self.result_type(o)
         value = self.operand(o, 0)
         n = dwords(target)
-        if isinstance(source, Ptr) and isinstance(target, Ptr) and source.space in (3, 5) and target.space not in (3, 5):
-            raise self.fail(f"a generic pointer to LDS ({o.operands[0].type} to {o.results[0].type})", o)
+        if (
+            isinstance(source, Ptr)
+            and isinstance(target, Ptr)
+            and source.space in (3, 5)
+            and target.space not in (3, 5)
+        ):
+            raise self.fail(f"a generic pointer to LDS from {source} to {target}", o)
         return tuple(value[:n]) + tuple(self.const(0) for _ in range(n - len(value)))
 
     def _getelementptr(self, o: Any) -> Value:
-        base, t = self.operand(o, 0), parse(str(o.operands[0].type))
+        base, t = self.operand(o, 0), self.operand_type(o, 0)
         element: Type = parse(str(self.ir.TypeAttr(o.attributes["elem_type"]).value))
         raw = [int(x) for x in re.findall(r"-?\d+", str(o.attributes["rawConstantIndices"]).split(":", 1)[-1])]
-        dynamic = iter(range(1, len(o.operands)))
+        dynamic = iter(range(1, len(self.operands)))
         constant, address = 0, base
         for position, index in enumerate(raw):
             if position:
@@ -699,7 +770,7 @@ class KernelLowering:
             stride = -(-size // align) * align
             if index == -(1 << 31):
                 i = next(dynamic)
-                known = self.constant_of(o.operands[i])
+                known = self.constant_of(self.operands[i])
                 if known is not None:
                     constant += known * stride
                     continue
@@ -708,7 +779,9 @@ class KernelLowering:
                 constant += index * stride
         if constant:
             bits = 32 if t.bits == 32 else 64
-            address = self.int_op("ADD", address, tuple(self.const(constant >> (32 * i)) for i in range(bits // 32)), bits)
+            address = self.int_op(
+                "ADD", address, tuple(self.const(constant >> (32 * i)) for i in range(bits // 32)), bits
+            )
         return address
 
     def _advance(self, address: Regs, index: Regs, bits: int, stride: int, t: Ptr) -> Regs:
@@ -750,7 +823,12 @@ class KernelLowering:
         return tuple(self.clean(out[0], 1) if t == Int(1) else r for r in out)
 
     def _store(self, o: Any) -> Value:
-        t, value, pointer, space = self.operand_type(o, 0), self.operand(o, 0), self.operand(o, 1), self.operand_type(o, 1).space
+        t, value, pointer, space = (
+            self.operand_type(o, 0),
+            self.operand(o, 0),
+            self.operand(o, 1),
+            self.operand_type(o, 1).space,
+        )
         for at, size, first, n in self.pieces(len(value), self.memory_bytes(t)):
             if space == 3:
                 self.emit("LDS_STORE", at, pointer[0], size, list(value[first : first + n]))
@@ -785,9 +863,9 @@ class KernelLowering:
     def _buffer_load_lds(self, o: Any) -> Value:
         """(resource, LDS pointer, size, voffset, soffset, offset), some of them attributes in the short form."""
         resource, lds = self.operand(o, 0), self.operand(o, 1)
-        rest = [self.operand(o, i)[0] for i in range(2, len(o.operands))]
+        rest = [self.operand(o, i)[0] for i in range(2, len(self.operands))]
         if len(rest) == 4:
-            size, offset = self.constant_of(o.operands[2]), self.constant_of(o.operands[5])
+            size, offset = self.constant_of(self.operands[2]), self.constant_of(self.operands[5])
             voffset, soffset = rest[1], rest[2]
         else:
             size, offset = self.integer_attribute(o, "size"), self.integer_attribute(o, "offset")
@@ -798,8 +876,8 @@ class KernelLowering:
 
     def _global_load_lds(self, o: Any) -> Value:
         pointer, lds = self.operand(o, 0), self.operand(o, 1)
-        if len(o.operands) > 2:
-            size, offset = self.constant_of(o.operands[2]), self.constant_of(o.operands[3])
+        if len(self.operands) > 2:
+            size, offset = self.constant_of(self.operands[2]), self.constant_of(self.operands[3])
         else:
             size, offset = self.integer_attribute(o, "size"), self.integer_attribute(o, "offset")
         if size not in (4, 12, 16) or offset is None or (size != 4 and self.arch != "gfx950"):
@@ -880,7 +958,11 @@ class KernelLowering:
 
     def _fence(self, o: Any) -> Value:
         text = str(o)
-        self.emit("FENCE", int(bool(re.search(r"release|acq_rel|seq_cst", text))), int(bool(re.search(r"acquire|acq_rel|seq_cst", text))))
+        self.emit(
+            "FENCE",
+            int(bool(re.search(r"release|acq_rel|seq_cst", text))),
+            int(bool(re.search(r"acquire|acq_rel|seq_cst", text))),
+        )
 
     # -- control ---------------------------------------------------------------------------------------------------------------------------
 
@@ -890,7 +972,12 @@ class KernelLowering:
         def flat(value: Value) -> list[int]:
             return [r for v in value for r in flat(v)] if isinstance(value, list) else list(value)
 
-        pairs = [(d, s) for t, v in zip(targets, sources) for d, s in zip(flat(self.values[t]), flat(self.values[v])) if d != s]
+        pairs = [
+            (d, s)
+            for t, v in zip(targets, sources)
+            for d, s in zip(flat(self.values[t]), flat(self.values[v]))
+            if d != s
+        ]
         written = {d for d, _ in pairs}
         saved: dict[int, int] = {}
         first = []
@@ -901,18 +988,18 @@ class KernelLowering:
         return first + [(d, saved.get(s, s)) for d, s in pairs]
 
     def _jump(self, target: Any, sources: list[Any]) -> None:
-        copies = self._copies(list(target.arguments), sources)
+        copies = self._copies([plain(self.ir, x) for x in target.arguments], sources)
         if copies:
             self.emit("MOVN", copies)
         self.emit("JUMP", self.by_block[target])
         self.block.successors = [self.by_block[target]]
 
     def _br(self, o: Any) -> Value:
-        self._jump(o.successors[0], list(o.operands))
+        self._jump(o.successors[0], self.operands)
 
     def _cond_br(self, o: Any) -> Value:
         sizes = [int(x) for x in re.findall(r"\d+", str(o.attributes["operandSegmentSizes"]).split(":", 1)[1])]
-        operands = list(o.operands)
+        operands = self.operands
         yes_args, no_args = operands[1 : 1 + sizes[1]], operands[1 + sizes[1] :]
         here, sides = self.block, []
         for target, args in zip(o.successors, (yes_args, no_args)):
@@ -933,7 +1020,7 @@ class KernelLowering:
         here.successors = sides
 
     def _return(self, o: Any) -> Value:
-        if len(o.operands):
+        if self.operands:
             raise self.fail("a kernel that returns a value", o)
         self.emit("END")
 
@@ -989,7 +1076,9 @@ _HANDLERS: dict[str, Callable[[KernelLowering, Any], Value]] = {
 }  # fmt: skip
 
 
-def lower_kernel(ir: Any, gpu_module: Any, function: Any, arch: str, mutate: Callable[[Builder], None] | None = None) -> Program:
+def lower_kernel(
+    ir: Any, gpu_module: Any, function: Any, arch: str, mutate: Callable[[Builder], None] | None = None
+) -> Program:
     """Lower one kernel function.
 
     ir          FlyDSL's MLIR bindings; gpu_module, function: operations of the module FlyDSL lowers to before code generation

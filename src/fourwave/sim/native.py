@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 _HERE = Path(__file__).parent
@@ -37,7 +37,10 @@ class Allocation(ctypes.Structure):
 
 class RawFinding(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("kind", "line", "other_line", "wave", "other_wave", "lane", "detail", "pad")),
+        *(
+            (name, ctypes.c_int32)
+            for name in ("kind", "line", "other_line", "wave", "other_wave", "lane", "detail", "pad")
+        ),
         *((name, ctypes.c_uint64) for name in ("workgroup", "address", "count")),
     ]
 
@@ -90,7 +93,7 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-@lru_cache(maxsize=None)
+@cache
 def library(wave_size: int = 64) -> ctypes.CDLL:
     """The core for waves of `wave_size` lanes, built on first use. Raises RuntimeError with the compiler's words if that fails."""
     with _lock:
@@ -98,25 +101,37 @@ def library(wave_size: int = 64) -> ctypes.CDLL:
         compiler = find_compiler()
         if reason or compiler is None:
             raise RuntimeError(reason)
-        flags = [*_FLAGS, f"-DW={wave_size}", "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"]
+        flags = [
+            *_FLAGS,
+            f"-DW={wave_size}",
+            "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",
+        ]
         sources = [_HERE / "core.c", _HERE / "ops.def"]
-        key = hashlib.sha256("\0".join([*(s.read_text() for s in sources), *compiler, *flags, _processor(), platform.machine()]).encode())
+        key = hashlib.sha256(
+            "\0".join([*(s.read_text() for s in sources), *compiler, *flags, _processor(), platform.machine()]).encode()
+        )
         path = _cache_dir() / f"core-{key.hexdigest()[:24]}.so"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 built = Path(folder) / "core.so"
                 done = subprocess.run(
-                    [*compiler, *flags, str(sources[0]), "-o", str(built), "-lm", "-lpthread"], capture_output=True, text=True
+                    [*compiler, *flags, str(sources[0]), "-o", str(built), "-lm", "-lpthread"],
+                    capture_output=True,
+                    text=True,
                 )
                 if done.returncode:
-                    raise RuntimeError(f"building the simulator's native core failed: {' '.join(done.args)}\n{done.stderr[-4000:]}")
+                    raise RuntimeError(
+                        f"building the simulator's native core failed: {' '.join(done.args)}\n{done.stderr[-4000:]}"
+                    )
                 os.replace(built, path)
         loaded = ctypes.CDLL(str(path))
         sizes = (ctypes.c_uint64 * 5)()
         loaded.fourwave_sim_sizes(sizes)
         expected = [ctypes.sizeof(RawLaunch), ctypes.sizeof(RawFinding), ctypes.sizeof(Allocation), wave_size]
-        assert list(sizes[:4]) == expected, f"core.c and native.py disagree on layouts: {list(sizes)} against {expected}"
+        assert list(sizes[:4]) == expected, (
+            f"core.c and native.py disagree on layouts: {list(sizes)} against {expected}"
+        )
         loaded.fourwave_sim_run.argtypes = [ctypes.POINTER(RawLaunch)]
         loaded.fourwave_sim_run.restype = ctypes.c_int
         return loaded

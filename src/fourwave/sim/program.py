@@ -87,7 +87,7 @@ class Program:
     num_registers: int
     lds_bytes: int
     dynamic_lds: bool
-    lines: list[tuple[str, int]]
+    lines: list[tuple[tuple[str, int], ...]]  # (file, line) frames, the kernel's own first
     wave_size: int
     arch: str
     num_instructions: int
@@ -144,7 +144,7 @@ class Builder:
         """Immediate post-dominators of the branching blocks (Cooper, Harvey, Kennedy, on the reversed graph with one virtual end)."""
         blocks = self.blocks
         number = {b: i + 1 for i, b in enumerate(blocks)}  # 0 is the virtual end
-        successors = [[]] + [[number[s] for s in b.successors] or [0] for b in blocks]
+        successors: list[list[int]] = [[]] + [[number[s] for s in b.successors] or [0] for b in blocks]
         predecessors: list[list[int]] = [[] for _ in range(len(blocks) + 1)]
         for i, ss in enumerate(successors):
             for s in ss:
@@ -242,7 +242,10 @@ class Builder:
             b = work.pop()
             pending = self._pending_after(b, dict(entry[b]), None)
             for s in b.successors:
-                merged = {r: entry[s].get(r, frozenset()) | pending.get(r, frozenset()) for r in entry[s].keys() | pending.keys()}
+                merged = {
+                    r: entry[s].get(r, frozenset()) | pending.get(r, frozenset())
+                    for r in entry[s].keys() | pending.keys()
+                }
                 if merged != entry[s] or s not in reached:
                     entry[s] = merged
                     reached.add(s)
@@ -254,7 +257,9 @@ class Builder:
         return sites
 
     @staticmethod
-    def _pending_after(b: Block, pending: dict[int, frozenset[int]], out: list[Instruction] | None) -> dict[int, frozenset[int]]:
+    def _pending_after(
+        b: Block, pending: dict[int, frozenset[int]], out: list[Instruction] | None
+    ) -> dict[int, frozenset[int]]:
         """Registers that hold results nothing has waited for, after a block; with `out`, also the block's code with USED put in."""
         for i in b.code:
             defs, uses = defs_uses(i)
@@ -305,13 +310,13 @@ class Builder:
         changed = True
         while changed:
             changed = False
-            for i in range(len(blocks) - 1, -1, -1):
+            for n in range(len(blocks) - 1, -1, -1):
                 out = 0
-                for s in blocks[i].successors:
+                for s in blocks[n].successors:
                     out |= live_in[index[s]]
-                new = use[i] | (out & ~define[i])
-                if new != live_in[i] or out != live_out[i]:
-                    live_in[i], live_out[i], changed = new, out, True
+                new = use[n] | (out & ~define[n])
+                if new != live_in[n] or out != live_out[n]:
+                    live_in[n], live_out[n], changed = new, out, True
         start: dict[int, int] = {}
         end: dict[int, int] = {}
 
@@ -324,7 +329,7 @@ class Builder:
                 end[register] = at
 
         position = 0
-        for i, b in enumerate(blocks):
+        for n, b in enumerate(blocks):
             first = position
             for instruction in b.code:
                 ds, us = defs_uses(instruction)
@@ -333,7 +338,7 @@ class Builder:
                 for r in ds:  # a MOVN writes one pair before it reads the next, so nothing it reads may share a slot with what it writes
                     touch(r, 2 * position + (instruction.op != "MOVN"))
                 position += 1
-            for bits, at in ((live_in[i], 2 * first), (live_out[i], 2 * position)):
+            for bits, at in ((live_in[n], 2 * first), (live_out[n], 2 * position)):
                 while bits:
                     low = bits & -bits
                     touch(low.bit_length() - 1, at)
@@ -367,7 +372,8 @@ class Builder:
             at += 2 if b.joins else 0
             for i in b.code:
                 at += 2 + sum(
-                    1 if len(letter) == 1 else 1 + len(arg) * (2 if letter == "p*" else 1) for letter, arg in zip(_LETTERS[i.op], i.args)
+                    1 if len(letter) == 1 else 1 + len(arg) * (2 if letter == "p*" else 1)
+                    for letter, arg in zip(_LETTERS[i.op], i.args)
                 )
                 if i.op == "BRANCH":
                     at += 1

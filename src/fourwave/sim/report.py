@@ -49,7 +49,8 @@ class Finding:
     """One fault, with the first place it was seen and how often.
 
     kind        one of KINDS
-    file, line  the kernel's Python line; other_file, other_line: the other party's, where there is one
+    file, line  the kernel's Python line; stack: the helpers' lines it went through, outermost first
+    other_file, other_line, other_stack   the same of the other party, where there is one
     workgroup, wave, lane   of the first occurrence; other_wave: the other party (-1: none)
     address     bytes: global address, or offset in LDS
     """
@@ -67,12 +68,17 @@ class Finding:
     other_file: str | None = None
     other_line: int | None = None
     other_wave: int = -1
+    stack: tuple[tuple[str, int], ...] = ()
+    other_stack: tuple[tuple[str, int], ...] = ()
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}"
-        other = f"\n    other party: {self.other_file}:{self.other_line} (wave {self.other_wave})" if self.other_file else ""
+        place, other = f"{self.file}:{self.line}", ""
+        via = "".join(f"\n    in {file}:{line}" for file, line in self.stack)
+        if self.other_file:
+            other = f"\n    other party: wave {self.other_wave} at {self.other_file}:{self.other_line}"
+            other += "".join(f"\n    in {file}:{line}" for file, line in self.other_stack)
         return (
-            f"{place}: {self.kind}: {self.message}\n"
+            f"{place}: {self.kind}: {self.message}{via}\n"
             f"    kernel {self.kernel}, workgroup {self.workgroup}, wave {self.wave}, lane {self.lane}, address {self.address:#x};"
             f" {self.count} occurrences{other}\n    {_ADVICE[self.kind]}"
         )
@@ -124,14 +130,18 @@ class SimulationError(RuntimeError):
         self.report = report
 
 
-def finding_from_raw(raw: Any, lines: list[tuple[str, int]], kernel: str) -> Finding:
+def finding_from_raw(raw: Any, lines: list[Any], kernel: str) -> Finding:
+    def frames(index: int) -> tuple[tuple[str, int], ...]:
+        return tuple((_short(file), line) for file, line in lines[index])
+
     kind = KINDS[raw.kind]
-    file, line = lines[raw.line] if raw.line >= 0 else ("unknown", 0)
-    other = lines[raw.other_line] if raw.other_line >= 0 else (None, None)
+    here = frames(raw.line) if raw.line >= 0 else (("unknown", 0),)
+    other = frames(raw.other_line) if raw.other_line >= 0 else ()
     return Finding(
-        kind=kind, message=_TEXT[kind, raw.detail], file=_short(file), line=line, kernel=kernel,
+        kind=kind, message=_TEXT[kind, raw.detail], file=here[0][0], line=here[0][1], stack=here[1:], kernel=kernel,
         workgroup=raw.workgroup, wave=raw.wave, lane=raw.lane, address=raw.address, count=raw.count,
-        other_file=_short(other[0]) if other[0] else None, other_line=other[1], other_wave=raw.other_wave,
+        other_file=other[0][0] if other else None, other_line=other[0][1] if other else None, other_stack=other[1:],
+        other_wave=raw.other_wave,
     )  # fmt: skip
 
 
