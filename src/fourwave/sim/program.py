@@ -146,9 +146,9 @@ class Builder:
         number = {b: i + 1 for i, b in enumerate(blocks)}  # 0 is the virtual end
         successors: list[list[int]] = [[]] + [[number[s] for s in b.successors] or [0] for b in blocks]
         predecessors: list[list[int]] = [[] for _ in range(len(blocks) + 1)]
-        for i, ss in enumerate(successors):
-            for s in ss:
-                predecessors[s].append(i)
+        for i, following in enumerate(successors):
+            for j in following:
+                predecessors[j].append(i)
         order: list[int] = []  # post-order of the reversed graph from the end
         seen = {0}
         stack = [(0, iter(predecessors[0]))]
@@ -173,13 +173,13 @@ class Builder:
                     continue
                 new = known[0]
                 for s in known[1:]:
-                    a, b = new, s
-                    while a != b:
-                        while rank[a] < rank[b]:
-                            a = parent[a]
-                        while rank[b] < rank[a]:
-                            b = parent[b]
-                    new = a
+                    x, y = new, s
+                    while x != y:
+                        while rank[x] < rank[y]:
+                            x = parent[x]
+                        while rank[y] < rank[x]:
+                            y = parent[y]
+                    new = x
                 if parent.get(n) != new:
                     parent[n] = new
                     changed = True
@@ -344,8 +344,8 @@ class Builder:
                     touch(low.bit_length() - 1, at)
                     bits ^= low
         slot = [-1] * self.num_registers
-        for s, register in enumerate(self.fixed):
-            slot[register] = s
+        for position, register in enumerate(self.fixed):
+            slot[register] = position
         top = len(self.fixed)
         free: list[int] = []
         active: list[tuple[int, int]] = []
