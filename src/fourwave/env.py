@@ -3,11 +3,14 @@
 FOURWAVE_BACKEND    backend for calls that name none: ``auto`` (default), ``native``, ``flydsl``, ``sim``, ``sim:gfx942``,
                     ``sim:gfx950``, or one per precision, ``bf16=sim,fp32=native``. Read on every call, so a change of
                     ``os.environ`` takes effect at once.
+CC                  C compiler that builds the simulator's native core; unset: cc, gcc, clang, then the ziglang package.
+XDG_CACHE_HOME      folder that holds ``fourwave/``, the cache of what is built once per machine; unset: ``~/.cache``.
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 BACKEND_VARIABLE = "FOURWAVE_BACKEND"
 
@@ -15,3 +18,13 @@ BACKEND_VARIABLE = "FOURWAVE_BACKEND"
 def backend() -> str | None:
     """Value of FOURWAVE_BACKEND, or None when it is unset or empty."""
     return os.environ.get(BACKEND_VARIABLE) or None
+
+
+def c_compiler() -> str | None:
+    """Value of CC, or None when it is unset or empty."""
+    return os.environ.get("CC") or None
+
+
+def cache_dir() -> Path:
+    """fourwave's folder in the user's cache directory. It may not exist yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fourwave"

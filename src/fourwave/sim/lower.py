@@ -541,6 +541,8 @@ class KernelLowering:
 
             return self._each(o, wide)
         op = _FLOAT_OPS[short]
+        if op == "COPYSIGN" and name != "f32":  # bits only: a signalling NaN stays one
+            return self._each(o, lambda a, b: (self.out("INSERT", a[0], self.out("EXTRACT", b[0], 15, 1), 15, 1),))
         # One fp32 operation and one rounding: for + - * / of fp16 and bf16 this equals rounding once (24 >= 2 * 11 + 2 bits).
         return self._each(
             o,
@@ -556,6 +558,9 @@ class KernelLowering:
             if which not in ("neg", "abs"):
                 raise self.fail(f"{o.name} on f64", o)
             return self._each(o, lambda a: (a[0], self.out("FUNARY", a[1], FUNARY.index(which))), operands=1)
+        if which in ("neg", "abs") and name != "f32":  # bits only: a signalling NaN stays one
+            op, mask = ("XOR", 0x8000) if which == "neg" else ("AND", 0x7FFF)
+            return self._each(o, lambda a: (self.out(op, a[0], self.const(mask)),), operands=1)
         return self._each(
             o,
             lambda a: (self.from_f32(self.out("FUNARY", self.to_f32(a[0], name), FUNARY.index(which)), name),),

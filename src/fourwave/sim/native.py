@@ -20,6 +20,8 @@ import threading
 from functools import cache
 from pathlib import Path
 
+from fourwave import env
+
 _HERE = Path(__file__).parent
 _FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC"]
 _lock = threading.Lock()
@@ -63,7 +65,7 @@ class RawLaunch(ctypes.Structure):
 
 def find_compiler() -> list[str] | None:
     """Command of the C compiler to use, or None: $CC, cc, gcc, clang on PATH, else the ziglang package."""
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+    for name in (env.c_compiler(), "cc", "gcc", "clang"):
         if name and shutil.which(name.split()[0]):
             return name.split()
     if importlib.util.find_spec("ziglang"):
@@ -78,10 +80,6 @@ def unavailable() -> str | None:
     if find_compiler() is None:
         return "no C compiler found for the simulator's native core (looked for $CC, cc, gcc, clang, and the ziglang package)"
     return None
-
-
-def _cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fourwave" / "sim"
 
 
 def _processor() -> str:
@@ -110,7 +108,7 @@ def library(wave_size: int = 64) -> ctypes.CDLL:
         key = hashlib.sha256(
             "\0".join([*(s.read_text() for s in sources), *compiler, *flags, _processor(), platform.machine()]).encode()
         )
-        path = _cache_dir() / f"core-{key.hexdigest()[:24]}.so"
+        path = env.cache_dir() / "sim" / f"core-{key.hexdigest()[:24]}.so"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
