@@ -153,6 +153,7 @@ def _compile_in_child(root: Path) -> None:
     from flydsl._mlir import ir
     from flydsl._mlir.dialects import gpu
     from flydsl._mlir.passmanager import PassManager
+    from flydsl.compiler.llvm_options import llvm_options
 
     failure = None
     try:
@@ -166,7 +167,7 @@ def _compile_in_child(root: Path) -> None:
     text = modules[0].read_text()
 
     def generate(form):
-        with ir.Context() as context:
+        with llvm_options(launcher.compile_hints.get("llvm_options", {})), ir.Context() as context:
             module = ir.Module.parse(text, context=context)
             PassManager.parse(f"builtin.module(gpu-module-to-binary{{format={form}}})", context=context).run(
                 module.operation

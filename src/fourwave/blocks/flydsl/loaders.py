@@ -95,6 +95,7 @@ class Fragments:
     def __init__(self, tile, fmt, first_row, count, lane):
         """first_row: first row (of M or N) of the wave's part of the tile; count: fragments of 16 rows each."""
         self.tile, self.fmt, self.count = tile, fmt, count
+        self.sorted = tile.k_contiguous or tile.banks == 64
         group, in_group = lane // MMA_M, lane % MMA_M
         if tile.k_contiguous:
             # Lane: row in_group, k = 8 * group + 0..7 of the slice. One base per slice.
@@ -129,15 +130,37 @@ class Fragments:
         return self.count * (1 if self.tile.k_contiguous else 2 if self.tile.banks == 64 else 8 // self.tile.group)
 
     def read(self, lds, stage_offset, k_slice):
-        """The fragments of one slice."""
+        """What LDS holds of one slice, a list of Vectors: fragments, or what sort() makes into fragments."""
         if self.tile.k_contiguous:
             return self._read_rows(lds, self.bases[k_slice] + stage_offset)
         offset = stage_offset + k_slice * SLICE_K * self.tile.line_bytes
         bases = [base + offset for base in self.bases]
         if self.tile.banks == 64:
             return [self._read_transposed(lds, self._at(bases, i)) for i in range(self.count)]
-        groups = [self._read_sorted(lds, self._at(bases, i)) for i in range(self.count // self.tile.group)]
-        return [fragment for fragments in groups for fragment in fragments]
+        # Rows of neighbours, one per k: k + 1 lies 4 lines further (tiles.source_row).
+        step = 4 * self.tile.line_bytes
+        return [
+            lds_read(lds, self._at(bases, i) + k * step, self.tile.group, self.fmt.dtype)
+            for i in range(self.count // self.tile.group)
+            for k in range(self.fmt.fragment_elems)
+        ]
+
+    @property
+    def values(self):
+        """Vectors that read() returns."""
+        return self.count if self.sorted else self.count // self.tile.group * self.fmt.fragment_elems
+
+    def sort(self, values):
+        """Fragments out of what read() returned. Done when they are multiplied, not when they are read: a set of rows
+        and the set of fragments made of it then need registers one after the other."""
+        if self.sorted:
+            return values
+        size, group = self.fmt.fragment_elems, self.tile.group
+        return [
+            fx.Vector.from_elements([row[q] for row in values[i : i + size]], self.fmt.dtype)
+            for i in range(0, len(values), size)
+            for q in range(group)
+        ]
 
     def _at(self, bases, i):
         return bases[i % self.period] + (i - i % self.period) * self.step_bytes
@@ -151,9 +174,3 @@ class Fragments:
         # k + 4 lies 8 lines further (tiles.source_row swaps bits 2 and 3).
         high = lds_read_transposed(lds, at + 8 * self.tile.line_bytes, self.fmt.dtype)
         return low.shuffle(high, list(range(self.fmt.fragment_elems)))
-
-    def _read_sorted(self, lds, at):
-        # k + 1 lies 4 lines further (tiles.source_row).
-        width, dtype = self.tile.group, self.fmt.dtype
-        rows = [lds_read(lds, at + k * 4 * self.tile.line_bytes, width, dtype) for k in range(self.fmt.fragment_elems)]
-        return [fx.Vector.from_elements([row[q] for row in rows], dtype) for q in range(width)]

@@ -8,7 +8,7 @@ bias     [N], optional
 Four waves of 64 lanes compute one tile_m x tile_n tile; each wave holds its share of the accumulator in registers for
 all of K. Operand tiles go from global memory to registers and from there to swizzled LDS, in the operand's own memory
 order (blocks/flydsl/tiles.py); this machine's direct loads to LDS bring 4 bytes per lane only. Where K is not
-contiguous, a lane reads a few neighbouring rows of M or N at each k and sorts them into fragments in registers.
+contiguous, a lane reads a few neighbours along M or N at each k and sorts them into fragments in registers.
 
 Schedule, K step k, with two LDS buffers per operand, one more tile in registers, and num_slices = tile_k / 32:
   slices 0 .. last - 1: read the next slice's fragments of tile k; multiply this slice's
@@ -69,6 +69,8 @@ def build(config, layout, fmt, epi):
         global_b = GlobalTile(b, geo.b, n0, K, thread)
         fragments_a = Fragments(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
         fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
+        # Where both operands are sorted in registers, spread reads cost registers that a 256 x 256 tile does not have.
+        hinted_reads = fragments_a.reads + fragments_b.reads if fragments_a.sorted or fragments_b.sorted else 0
         mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n)
 
         def load_tile(tile_index):
@@ -97,7 +99,7 @@ def build(config, layout, fmt, epi):
         # Main loop, tiles_per_step K tiles a step. State: stage of tile k, tile k + 2 in registers, the first fragments
         # of tile k, the accumulators.
         num_steps = num_tiles(K, geo.tile_k * geo.tiles_per_step)
-        counts = [geo.loads_per_tile, geo.frags_m, geo.frags_n]
+        counts = [geo.loads_per_tile, fragments_a.values, fragments_b.values]
         state = [fx.Int32(0)] + staged + frag_a + frag_b + mma.zero()
         for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
             stage = fx.Int32(state[0])
@@ -118,10 +120,9 @@ def build(config, layout, fmt, epi):
                         k_tile = fx.Int32(step) * geo.tiles_per_step + tile
                         staged = load_tile(k_tile + (NUM_STAGES + 1))
                         next_a, next_b = read_fragments(1 - stage, 0)
-                    acc = mma.step(frag_a, frag_b, acc)
+                    acc = mma.step(fragments_a.sort(frag_a), fragments_b.sort(frag_b), acc)
                     moved = geo.loads_per_tile if k_slice == geo.num_slices - 1 else 0
-                    reads = fragments_a.reads + fragments_b.reads
-                    interleave(mma.instructions, writes=moved, loads=moved, reads=reads)
+                    interleave(mma.instructions, writes=moved, loads=moved, reads=hinted_reads)
                     # Multiplications of one slice stay with its reads: behind the barrier they would hold it up.
                     keep_order()
                     frag_a, frag_b = next_a, next_b
