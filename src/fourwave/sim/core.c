@@ -196,7 +196,7 @@ static void report(Group *g, i32 kind, i32 line, const Wave *w, i32 lane, u64 ad
 /* ---- global memory ---- */
 static inline int allowed(Group *g, u64 address, u32 bytes, int write) {
     const Allocation *a = g->last;
-    if (!(a && address >= a->lo && address + bytes <= a->hi)) {
+    if (!(a && address >= a->lo && address <= a->hi && bytes <= a->hi - address)) {
         Launch *L = g->launch;
         i32 lo = 0, hi = L->num_allocations;
         while (lo < hi) {
@@ -205,7 +205,7 @@ static inline int allowed(Group *g, u64 address, u32 bytes, int write) {
         }
         if (!lo) return 0;
         a = &L->allocations[lo - 1];
-        if (address + bytes > a->hi || address + bytes < address) return 0;
+        if (address > a->hi || bytes > a->hi - address) return 0;
         g->last = a;
     }
     return !write || a->writable;
@@ -258,10 +258,14 @@ static inline void lds_write_check(Group *g, Wave *w, u32 address, u32 bytes, i3
     }
 }
 
+/* Bytes between two lanes' places in LDS: 4 for copies of a dword, 16 for three or four (CDNA4 ISA guide, section 9.1.9; LLVM's
+ * AMDGPUDMAOperations). */
+static inline i32 lane_stride(i32 bytes) { return bytes <= 4 ? 4 : 16; }
+
 static void land(Group *g, Wave *w, Copy *c) {
     for (i32 lane = 0; lane < W; lane++) {
         if (!(c->lanes >> lane & 1)) continue;
-        u32 at = c->lds + (u32)(lane * c->bytes);
+        u32 at = c->lds + (u32)(lane * lane_stride(c->bytes));
         if (c->source[lane]) memcpy(g->lds + at, c->source[lane], c->bytes); else memset(g->lds + at, 0, c->bytes);
         for (i32 b = 0; b < c->bytes; b += 4) g->shadow[(at + b) >> 2].in_flight = 0;
     }
@@ -288,7 +292,7 @@ static void issue_copy(Group *g, Wave *w, const uint8_t **source, u64 lanes, u32
     c->seq = w->vm_issued; c->lanes = 0; c->lds = lds; c->bytes = bytes; c->line = line;
     for (i32 lane = 0; lane < W; lane++) {
         if (!(lanes >> lane & 1)) continue;
-        u32 at = lds + (u32)(lane * bytes);
+        u32 at = lds + (u32)(lane * lane_stride(bytes));
         if (at + bytes > (u32)L->lds_bytes || at + bytes < at) { report(g, F_MEMORY, line, w, lane, at, -1, -1, 2); continue; }
         lds_write_check(g, w, at, bytes, lane, line, 1);
         c->lanes |= 1ull << lane;
@@ -329,7 +333,7 @@ static void carry_reads(Group *g, Wave *w) {
 
 /* Lanes of a 16-byte LDS read are served in groups; count the cycles a group needs (banks are 4 bytes wide) and the least possible. */
 static void count_banks(Group *g, const u32 *address, u64 exec, i32 bytes) {
-    i32 banks = g->launch->lds_banks, per_cycle = banks * 4 / bytes; /* 0 banks: not counted */
+    i32 banks = g->launch->lds_banks, per_cycle = banks * 4 / (bytes > 8 ? 16 : bytes); /* 0 banks: not counted */
     if (!banks || bytes < 4) return;
     if (per_cycle > W) per_cycle = W;
     u32 rows[64][W]; /* distinct bank rows seen, per bank */
@@ -733,6 +737,7 @@ static void run_wave(Group *g, Wave *w) {
                 memcpy(piece[l], g->lds + x, 8);
             }
             remember_read(w, p[4], at, exec, 8, line);
+            if (exec != w->full) report(g, F_BARRIER, line, w, 0, 0, -1, -1, 2); /* EXEC must be all ones: CDNA4 ISA guide, section 11.4 */
             count_banks(g, at, exec, 8);
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
@@ -766,8 +771,9 @@ static void run_wave(Group *g, Wave *w) {
         }
         case OP_BUFFER_LOAD: case OP_BUFFER_STORE: case OP_BUFFER_LOAD_LDS: {
             /* Raw buffer addressing, stride 0: a dword at offset o = voffset + instruction offset (+ soffset) is in range while
-             * o + 4 <= num_records; out of range reads give zero, writes are dropped, each dword by itself.
-             * Source: AMD CDNA3 ISA guide, section 9.1.5 (buffer addressing, range checking). */
+             * o + 4 <= num_records; out of range reads give zero, writes are dropped, each dword by itself. The first sum wraps at 32 bits,
+             * the second does not. Source: AMD CDNA3 ISA guide, section 9.1.5 (buffer addressing, range checking); for the part of soffset
+             * and the wrapping, rocjitsu's addr_calc_buffer.h, which follows gfx950. */
             int kind = p[0];
             u64 imm = (u32)p[2];
             const u32 *r0 = R(p[3]), *r1 = R(p[4]), *r2 = R(p[5]), *voffset = R(p[7]), *soffset = R(p[8]);
@@ -777,7 +783,7 @@ static void run_wave(Group *g, Wave *w) {
             if (kind != OP_BUFFER_LOAD_LDS) { n = p[10]; for (i32 i = 0; i < n; i++) dest[i] = R(p[11 + i]); w->vm_issued++; }
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
-                u64 base = ((u64)(r1[l] & 0xffff) << 32) | r0[l], records = r2[l], o = (u64)voffset[l] + imm + soffset[l];
+                u64 base = ((u64)(r1[l] & 0xffff) << 32) | r0[l], records = r2[l], o = (u64)(u32)(voffset[l] + imm) + soffset[l];
                 if (r1[l] >> 16 & 0x3fff) report(g, F_MEMORY, line, w, l, base, -1, -1, 5);
                 u64 x = base + o;
                 u64 inside = o >= records ? 0 : records - o >= (u64)bytes ? (u64)bytes : bytes < 4 ? 0 : (records - o) & ~3ull;
@@ -799,7 +805,7 @@ static void run_wave(Group *g, Wave *w) {
                 }
             }
             if (kind == OP_BUFFER_LOAD_LDS) {
-                /* LDS address = the wave's base (first lane) + instruction offset + lane * bytes: CDNA3 ISA guide, section 9.1.9 (memory buffer load to LDS) */
+                /* LDS address = the wave's base (first lane) + instruction offset + lane * lane_stride: CDNA3 ISA guide, section 9.1.9 (memory buffer load to LDS) */
                 u32 lds = R(p[10])[exec ? __builtin_ctzll(exec) : 0] + (u32)imm;
                 const u32 *base = R(p[10]);
                 for (int l = 0; l < W; l++) if ((exec >> l & 1) && base[l] + (u32)imm != lds) { report(g, F_MEMORY, line, w, l, base[l], -1, -1, 7); break; }

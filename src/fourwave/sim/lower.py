@@ -809,16 +809,20 @@ class KernelLowering:
             raise self.fail("memory of a vector of i1")
         return max(1, t.bits // 8)  # type: ignore[union-attr]
 
-    def pieces(self, count: int, bytes_: int) -> list[tuple[int, int, int, int]]:
-        """Split an access wider than 16 bytes: (byte offset, bytes, first register, registers)."""
-        if bytes_ <= 16:
-            return [(0, bytes_, 0, count)]
-        return [(at, min(16, bytes_ - at), at // 4, min(16, bytes_ - at) // 4) for at in range(0, bytes_, 16)]
+    def pieces(self, bytes_: int) -> list[tuple[int, int, int, int]]:
+        """Split an access into instructions of at most 16 bytes, whole dwords or less than one: (byte offset, bytes, first register, registers)."""
+        out, at = [], 0
+        while at < bytes_:
+            left = min(16, bytes_ - at)
+            size = left & ~3 or left
+            out.append((at, size, at // 4, max(1, size // 4)))
+            at += size
+        return out
 
     def _load(self, o: Any) -> Value:
         t, pointer, space = self.result_type(o), self.operand(o, 0), self.operand_type(o, 0).space
         bytes_, out = self.memory_bytes(t), [self.b.new() for _ in range(dwords(t))]
-        for at, size, first, n in self.pieces(len(out), bytes_):
+        for at, size, first, n in self.pieces(bytes_):
             if space == 3:
                 self.emit("LDS_LOAD", at, pointer[0], size, 0, out[first : first + n])
             elif space in (0, 1, 4):
@@ -834,7 +838,7 @@ class KernelLowering:
             self.operand(o, 1),
             self.operand_type(o, 1).space,
         )
-        for at, size, first, n in self.pieces(len(value), self.memory_bytes(t)):
+        for at, size, first, n in self.pieces(self.memory_bytes(t)):
             if space == 3:
                 self.emit("LDS_STORE", at, pointer[0], size, list(value[first : first + n]))
             elif space in (0, 1):
@@ -851,7 +855,7 @@ class KernelLowering:
     def _buffer_load(self, o: Any) -> Value:
         t, resource, voffset, soffset = self.result_type(o), self.operand(o, 0), self.operand(o, 1), self.operand(o, 2)
         bytes_ = self.memory_bytes(t)
-        if bytes_ > 16:
+        if bytes_ not in (1, 2, 4, 8, 12, 16):
             raise self.fail(f"a buffer load of {bytes_} bytes", o)
         out = [self.b.new() for _ in range(dwords(t))]
         self.emit("BUFFER_LOAD", 0, *resource, voffset[0], soffset[0], bytes_, out)
@@ -861,7 +865,7 @@ class KernelLowering:
         t, value = self.operand_type(o, 0), self.operand(o, 0)
         resource, voffset, soffset = self.operand(o, 1), self.operand(o, 2), self.operand(o, 3)
         bytes_ = self.memory_bytes(t)
-        if bytes_ > 16:
+        if bytes_ not in (1, 2, 4, 8, 12, 16):
             raise self.fail(f"a buffer store of {bytes_} bytes", o)
         self.emit("BUFFER_STORE", 0, *resource, voffset[0], soffset[0], bytes_, list(value))
 

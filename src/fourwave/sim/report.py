@@ -28,7 +28,7 @@ _TEXT: dict[tuple[str, int], str] = {
     ("wait", 2): "the kernel ends with a copy to LDS that nothing waited for",
     ("barrier", 0): "a barrier that only some lanes of the wave reach",
     ("barrier", 1): "waves wait at this barrier after others have ended",
-    ("barrier", 2): "a matrix instruction with some lanes switched off",
+    ("barrier", 2): "a matrix instruction or transposing LDS read with some lanes switched off",
     ("barrier", 3): "an unreachable instruction was reached",
     ("limit", 0): "the step limit was reached; the launch was stopped",
     ("limit", 1): "branches nest too deep for the simulator",
