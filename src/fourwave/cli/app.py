@@ -12,10 +12,13 @@ app = typer.Typer(
     help="Low-precision GEMM for PyTorch, with AMD kernels that run and are checked on any CPU.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",  # folds paragraphs to the terminal's width
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-bench_app = typer.Typer(help="Measure speed. So far only the simulator's own.", no_args_is_help=True)
+bench_app = typer.Typer(
+    help="Measure speed. So far only the simulator's own.", no_args_is_help=True, rich_markup_mode="markdown"
+)
 app.add_typer(bench_app, name="bench")
 
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record to FILE as well.")]
@@ -52,10 +55,11 @@ def demo(
         typer.Option(
             "--backend",
             "-b",
+            metavar="BACKEND",
             help="auto: an AMD GPU if there is one, else sim:gfx950. Or sim:gfx950, sim:gfx942, flydsl, native.",
         ),
     ] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads for PyTorch.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU threads for PyTorch.")] = None,
     json: JsonFile = None,
 ) -> None:
     """Embed sentences with a real model whose every Linear runs through fourwave.gemm.
@@ -71,14 +75,22 @@ def demo(
 
 @app.command()
 def check(
-    arch: Annotated[list[str] | None, typer.Option(help="gfx950 or gfx942; repeat for several. Default: both.")] = None,
-    layout: Annotated[list[str] | None, typer.Option(help="TN, NN or NT; repeatable. Default: all.")] = None,
-    dtype: Annotated[list[str] | None, typer.Option(help="bf16 or fp16; repeatable. Default: both.")] = None,
-    backend: Annotated[str, typer.Option(help="sim: the simulator; flydsl: the AMD GPU of this machine.")] = "sim",
+    arch: Annotated[
+        list[str] | None, typer.Option(metavar="ARCH", help="gfx950 or gfx942; repeat for several. Default: both.")
+    ] = None,
+    layout: Annotated[
+        list[str] | None, typer.Option(metavar="LAYOUT", help="TN, NN or NT; repeatable. Default: all.")
+    ] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(metavar="DTYPE", help="bf16 or fp16; repeatable. Default: both.")
+    ] = None,
+    backend: Annotated[
+        str, typer.Option(metavar="BACKEND", help="sim: the simulator; flydsl: the AMD GPU of this machine.")
+    ] = "sim",
     full: Annotated[
         bool, typer.Option("--full", help="Every combination, not a covering choice. Much longer.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the inputs.")] = 0,
     json: JsonFile = None,
 ) -> None:
     """Run every AMD kernel over layouts, dtypes and awkward shapes, and compare with float64.
@@ -106,23 +118,26 @@ def explain(
     M: Annotated[int | None, typer.Argument(help="Output rows.", show_default=False)] = None,
     N: Annotated[int | None, typer.Argument(help="Output columns.", show_default=False)] = None,
     K: Annotated[int | None, typer.Argument(help="Reduction length.", show_default=False)] = None,
-    layout: Annotated[str | None, typer.Option(help="TN (default), NN or NT.")] = None,
-    dtype: Annotated[str, typer.Option(help="Operand dtype: bf16, fp16 or fp32.")] = "bf16",
-    out_dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; default: the operands'.")] = None,
-    backend: Annotated[str | None, typer.Option(help="As if this backend had been named in the call.")] = None,
+    layout: Annotated[str | None, typer.Option(metavar="LAYOUT", help="TN (default), NN or NT.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of the operands: bf16, fp16 or fp32.")] = "bf16",
+    out_dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or fp32. Default: the operands'.")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(metavar="BACKEND", help="As if the call had named this one.")] = None,
     isa: Annotated[
         bool, typer.Option("--isa", help="Compile and print registers, LDS, spills and main-loop instructions.")
     ] = False,
-    arch: Annotated[list[str] | None, typer.Option(help="With --isa: gfx950, gfx942; repeatable.")] = None,
+    arch: Annotated[
+        list[str] | None, typer.Option(metavar="ARCH", help="With --isa: gfx950 or gfx942; repeatable. Default: both.")
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """Say which backend, kernel and config a GEMM gets and why, or (--isa) what its compiled kernel looks like.
 
-    fourwave explain gemm 4096 4096 4096 --layout TN --dtype bf16
+    Examples: `fourwave explain gemm 4096 4096 4096 --layout NT`, `fourwave explain gemm --isa --arch gfx950`.
 
-    fourwave explain gemm --isa --arch gfx950
-
-    With --isa and no M N K, every layout is shown at a size that fills the chip. Nothing is run.
+    Nothing is run. With --isa and no M N K, the kernels are those of a size that fills the chip. Exit status 1 if --isa
+    shows a spill, 2 if the call would raise.
     """
     from fourwave.cli.explain import run_explain
 
@@ -131,8 +146,10 @@ def explain(
 
 @bench_app.command("sim")
 def bench_sim(
-    arch: Annotated[str, typer.Option(help="gfx950 or gfx942.")] = "gfx950",
-    repeats: Annotated[int, typer.Option(min=1, help="Launches to time, after one that is not timed.")] = 7,
+    arch: Annotated[str, typer.Option(metavar="ARCH", help="gfx950 or gfx942.")] = "gfx950",
+    repeats: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Launches to time, after one that is not timed.")
+    ] = 7,
     json: JsonFile = None,
 ) -> None:
     """Time the simulator: seconds per 256x256x1024 BF16 workgroup over a 4-workgroup launch.
