@@ -10,7 +10,7 @@ import numpy as np
 
 from fourwave.sim.launch import Memory, Options
 from fourwave.sim.launch import run as run_program
-from fourwave.sim.lower import lower_kernel
+from fourwave.sim.lowering import lower_kernel
 from fourwave.sim.program import Program
 from fourwave.sim.report import Finding, Report
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from . import native
 from .launch import CHECKS, Options
-from .lower import WAVE_SIZE, UnknownOperation
+from .lowering import WAVE_SIZE, UnknownOperation
 from .mutate import Mutation
 from .report import Finding, Launch, Report, SimulationError
 

@@ -26,7 +26,7 @@ from fourwave.backends import guard
 
 from .host import HostInterpreter
 from .launch import Memory, run
-from .lower import lower_kernel
+from .lowering import lower_kernel
 from .report import Report, SimulationError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .ir_types import Array, Float, Int, Ptr, Struct, Type, dwords, field_offset, parse, size_and_align
-from .lower import UnknownOperation, describe_frames, find_frames, float_bits, plain
+from .lowering import UnknownOperation, describe_frames, find_frames, float_bits, plain
 
 Launcher = Callable[[str, tuple[int, int, int], tuple[int, int, int], int, list[list[int]]], None]
 

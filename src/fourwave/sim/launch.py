@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .lower import LDS_BANKS
+from .lowering import LDS_BANKS
 from .native import COUNTERS, Allocation, RawFinding, RawLaunch, library
 from .program import Builder, Program
 from .report import KINDS, Launch, Report, finding_from_raw

@@ -1,0 +1,49 @@
+"""Barriers, waits, fences, and hints without effect on values or order."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .base import Lowering, Value, handles
+
+# Hints to the scheduler or the clock: no effect on values or order.
+_NOTES = {
+    "sched.barrier", "sched.group.barrier", "iglp.opt", "s.setprio", "s.sleep", "s.nop", "s.sethalt", "wave.barrier", "s.prefetch.inst",
+}  # fmt: skip
+
+
+@handles("rocdl.s.barrier")
+def _barrier(k: Lowering, o: Any) -> Value:
+    k.emit("BARRIER")
+
+
+@handles("rocdl.barrier")
+def _fenced_barrier(k: Lowering, o: Any) -> Value:
+    """rocdl.barrier: release fence, s_barrier, acquire fence at workgroup scope."""
+    k.emit("FENCE", 1, 0)
+    k.emit("BARRIER")
+
+
+@handles("rocdl.s.waitcnt")
+def _waitcnt(k: Lowering, o: Any) -> Value:
+    """Fields of s_waitcnt on gfx9: vmcnt bits 3:0 and 15:14, expcnt 6:4, lgkmcnt 11:8 (CDNA3 ISA guide, S_WAITCNT)."""
+    bits = k.integer_attribute(o, "bitfield")
+    vm = (bits & 15) | (bits >> 14 & 3) << 4
+    lgkm = bits >> 8 & 15
+    k.emit("WAIT", vm if vm < 63 else -1, lgkm if lgkm < 15 else -1)
+
+
+@handles("llvm.fence")
+def _fence(k: Lowering, o: Any) -> Value:
+    text = str(o)
+    k.emit(
+        "FENCE",
+        int(bool(re.search(r"release|acq_rel|seq_cst", text))),
+        int(bool(re.search(r"acquire|acq_rel|seq_cst", text))),
+    )
+
+
+@handles(*(f"rocdl.{name}" for name in _NOTES))
+def _note(k: Lowering, o: Any) -> Value:
+    return None
