@@ -26,10 +26,8 @@
 #define W 64
 #endif
 
-typedef uint32_t u32;
-typedef int32_t i32;
-typedef uint64_t u64;
-typedef int64_t i64;
+#include "formats.h"
+#include "matrix.h"
 
 enum opcode {
 #define OP(NAME, SIGNATURE) OP_##NAME,
@@ -135,49 +133,6 @@ typedef struct {
     const Allocation *last;
     u64 random;
 } Group;
-
-static inline float as_float(u32 x) { float f; memcpy(&f, &x, 4); return f; }
-static inline u32 as_bits(float f) { u32 x; memcpy(&x, &f, 4); return x; }
-static inline double as_double(u32 lo, u32 hi) { u64 x = ((u64)hi << 32) | lo; double d; memcpy(&d, &x, 8); return d; }
-static inline u64 double_bits(double d) { u64 x; memcpy(&x, &d, 8); return x; }
-
-static inline float half_to_float(u32 h) {
-    u32 sign = (h & 0x8000u) << 16, exponent = (h >> 10) & 31, mantissa = h & 1023;
-    if (exponent == 31) return as_float(sign | 0x7f800000u | (mantissa << 13));
-    if (exponent) return as_float(sign | ((exponent + 112) << 23) | (mantissa << 13));
-    float magnitude = (float)mantissa * 0x1p-24f;
-    return sign ? -magnitude : magnitude;
-}
-
-static inline u32 float_to_half(u32 x) { /* nearest even */
-    u32 sign = (x >> 16) & 0x8000u, magnitude = x & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return sign | 0x7e00u | ((magnitude >> 13) & 0x1ffu);
-    if (magnitude >= 0x477ff000u) return sign | 0x7c00u;
-    if (magnitude < 0x38800000u) { /* subnormal result: adding 0.5 leaves the rounded multiple of 2^-24 in the low bits */
-        float shifted = as_float(magnitude) + 0.5f;
-        return sign | (as_bits(shifted) - 0x3f000000u);
-    }
-    u32 rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1);
-    return sign | ((rounded - 0x38000000u) >> 13);
-}
-
-static inline u32 float_to_half_rtz(u32 x) {
-    u32 sign = (x >> 16) & 0x8000u, magnitude = x & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return sign | 0x7e00u | ((magnitude >> 13) & 0x1ffu);
-    if (magnitude == 0x7f800000u) return sign | 0x7c00u;
-    if (magnitude >= 0x47800000u) return sign | 0x7bffu;
-    if (magnitude < 0x38800000u) {
-        u32 exponent = magnitude >> 23;
-        if (exponent < 103) return sign;
-        return sign | (((magnitude & 0x7fffffu) | 0x800000u) >> (126 - exponent));
-    }
-    return sign | ((magnitude - 0x38000000u) >> 13);
-}
-
-static inline u32 float_to_bfloat(u32 x) {
-    if ((x & 0x7fffffffu) > 0x7f800000u) return (x >> 16) | 0x40u;
-    return (x + 0x7fffu + ((x >> 16) & 1)) >> 16;
-}
 
 static void report(Group *g, i32 kind, i32 line, const Wave *w, i32 lane, u64 address, i32 other_wave, i32 other_line, i32 detail) {
     Launch *L = g->launch;
@@ -351,76 +306,6 @@ static void count_banks(Group *g, const u32 *address, u64 exec, i32 bytes) {
         }
         g->counters[C_LDS_READ_CYCLES] += worst;
         g->counters[C_LDS_READ_IDEAL] += worst ? 1 : 0;
-    }
-}
-
-/* ---- the matrix unit ----
- * D = A B + C. A lane holds `per_lane` consecutive k of one row of A (column of B): row lane % m, k from per_lane * (lane / m).
- * D: 16x16, register i of a lane is row 4 * (lane / 16) + i, column lane % 16; 32x32, row 8 * (i / 4) + 4 * (lane / 32) + i % 4,
- * column lane % 32. Source: AMD CDNA3 ISA guide, section 7.1 (matrix fused multiply add), CDNA4 ISA guide for the doubled K;
- * tests/sim/test_mfma.py holds the independent tables.
- * Products of fp16 and bf16 are exact in fp32; they are added one k after another in fp32, nearest even. The guides do not state the order.
- */
-enum { T_F32, T_F16, T_BF16 };
-
-static inline void decode(float *out, const u32 *const *in, int m, int k, int type, int dwords) {
-    (void)k;
-    for (int group = 0; group < W / m; group++)
-        for (int v = 0; v < dwords; v++) {
-            const u32 *source = in[v] + group * m;
-            if (type == T_F32) {
-                float *o = out + (group * dwords + v) * m;
-                for (int x = 0; x < m; x++) o[x] = as_float(source[x]);
-            } else {
-                float *o = out + (group * dwords + v) * 2 * m;
-                if (type == T_BF16) {
-#pragma GCC ivdep
-                    for (int x = 0; x < m; x++) { o[x] = as_float(source[x] << 16); o[m + x] = as_float(source[x] & 0xffff0000u); }
-                } else
-                    for (int x = 0; x < m; x++) { o[x] = half_to_float(source[x] & 0xffff); o[m + x] = half_to_float(source[x] >> 16); }
-            }
-        }
-}
-
-typedef float v16 __attribute__((vector_size(64)));
-static inline v16 splat(float f) { return (v16){f, f, f, f, f, f, f, f, f, f, f, f, f, f, f, f}; }
-
-static void mfma(const u32 *const *a, const u32 *const *b, const u32 *const *c, u32 *const *d, int m, int k, int type, int dwords) {
-    float fa[64 * 32] __attribute__((aligned(64))), fb[64 * 32] __attribute__((aligned(64)));
-    decode(fa, a, m, k, type, dwords); /* [k][row] */
-    decode(fb, b, m, k, type, dwords); /* [k][column] */
-    if (m == 16) {
-        v16 acc[16];
-        for (int i = 0; i < 16; i++) { float row[16]; memcpy(row, c[i % 4] + 16 * (i / 4), 64); memcpy(&acc[i], row, 64); }
-        for (int kk = 0; kk < k; kk++) {
-            v16 column; memcpy(&column, fb + 16 * kk, 64);
-            const float *av = fa + 16 * kk;
-#pragma GCC unroll 16
-            for (int i = 0; i < 16; i++) acc[i] = splat(av[i]) * column + acc[i];
-        }
-        for (int i = 0; i < 16; i++) memcpy(d[i % 4] + 16 * (i / 4), &acc[i], 64);
-    } else {
-        v16 out[16][4]; /* by register and half-column, so that d may be c */
-        for (int half = 0; half < 2; half++)
-            for (int block = 0; block < 2; block++) { /* 16 rows at a time */
-                v16 acc[16];
-                for (int i = 0; i < 16; i++) {
-                    int row = 16 * block + i, reg = 4 * (row / 8) + row % 4, lanes = 32 * ((row / 4) % 2) + 16 * half;
-                    memcpy(&acc[i], c[reg] + lanes, 64);
-                }
-                for (int kk = 0; kk < k; kk++) {
-                    v16 column; memcpy(&column, fb + 32 * kk + 16 * half, 64);
-                    const float *av = fa + 32 * kk + 16 * block;
-#pragma GCC unroll 16
-                    for (int i = 0; i < 16; i++) acc[i] = splat(av[i]) * column + acc[i];
-                }
-                for (int i = 0; i < 16; i++) {
-                    int row = 16 * block + i, reg = 4 * (row / 8) + row % 4;
-                    memcpy(&out[reg][2 * ((row / 4) % 2) + half], &acc[i], 64);
-                }
-            }
-        for (int reg = 0; reg < 16; reg++)
-            for (int part = 0; part < 4; part++) memcpy(d[reg] + 16 * part, &out[reg][part], 64);
     }
 }
 

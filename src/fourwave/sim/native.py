@@ -104,7 +104,7 @@ def library(wave_size: int = 64) -> ctypes.CDLL:
             f"-DW={wave_size}",
             "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",
         ]
-        sources = [_HERE / "core.c", _HERE / "ops.def"]
+        sources = [_HERE / "core.c", *sorted(_HERE.glob("*.h")), _HERE / "ops.def"]
         key = hashlib.sha256(
             "\0".join([*(s.read_text() for s in sources), *compiler, *flags, _processor(), platform.machine()]).encode()
         )
