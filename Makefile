@@ -53,6 +53,8 @@ $(VENV)/bin/python:
 $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) install torch==2.13.0
 	$(PIP) install -e '.[amd,demo,dev]'
+	@command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null || \
+	  { echo "no C compiler found: the simulator's native core will be built by the ziglang package's"; $(PIP) install ziglang; }
 	touch $@
 
 # A linker that knows gfx942 and gfx950 (FlyDSL's wheel has none), and llvm-mc/llvm-objdump. Tests that need them skip,
