@@ -551,27 +551,7 @@ static void run_wave(Group *g, Wave *w) {
         }
         case OP_GROUP_ID: { u32 *d = R(p[2]), v = g->group_id[p[3]]; EACH(d[l] = v); p += 4; break; }
         case OP_WAVE_ID: { u32 *d = R(p[2]), v = (u32)(w - g->waves); EACH(d[l] = v); p += 3; break; }
-        case OP_READFIRSTLANE: { u32 *d = R(p[2]), v = R(p[3])[exec ? __builtin_ctzll(exec) : 0]; EACH(d[l] = v); p += 4; break; }
-        case OP_READLANE: { u32 *d = R(p[2]), v = R(p[3])[R(p[4])[exec ? __builtin_ctzll(exec) : 0] % W]; EACH(d[l] = v); p += 5; break; }
-        case OP_BALLOT: {
-            u32 *dl = R(p[2]), *dh = R(p[3]); const u32 *a = R(p[4]); u64 v = 0;
-            for (int l = 0; l < W; l++) if (exec >> l & 1) v |= (u64)(a[l] & 1) << l;
-            EACH(dl[l] = (u32)v; dh[l] = (u32)(v >> 32)); p += 5; break;
-        }
-        case OP_DS_BPERMUTE: { u32 *d = R(p[2]), copy[W]; const u32 *i = R(p[3]), *a = R(p[4]);
-            for (int l = 0; l < W; l++) { u32 from = (i[l] >> 2) % W; copy[l] = exec >> from & 1 ? a[from] : 0; }
-            EACH(d[l] = copy[l]); p += 5; break; }
-        case OP_DS_PERMUTE: { u32 *d = R(p[2]), copy[W] = {0}; const u32 *i = R(p[3]), *a = R(p[4]);
-            for (int l = 0; l < W; l++) if (exec >> l & 1) copy[(i[l] >> 2) % W] = a[l];
-            EACH(d[l] = copy[l]); p += 5; break; }
-        case OP_PERMLANE_SWAP: { /* odd rows of the first operand trade with even rows of the second: CDNA4 ISA guide, V_PERMLANE16_SWAP_B32 */
-            u32 *d0 = R(p[2]), *d1 = R(p[3]), a[W], b[W]; i32 n = p[6];
-            memcpy(a, R(p[4]), 4 * W); memcpy(b, R(p[5]), 4 * W);
-            for (int l = 0; l < W; l++) if (exec >> l & 1) { d0[l] = (l / n) & 1 ? b[l - n] : a[l]; d1[l] = (l / n) & 1 ? b[l] : a[l + n]; }
-            p += 7; break; }
-        case OP_MBCNT: { u32 *d = R(p[2]); const u32 *m = R(p[3]), *a = R(p[5]); i32 high = p[6];
-            EACH(u32 below = high ? (l < 32 ? 0 : (u32)((1ull << (l - 32)) - 1)) : (l < 32 ? (u32)((1ull << l) - 1) : 0xffffffffu); d[l] = a[l] + (u32)__builtin_popcount(m[l] & below));
-            p += 7; break; }
+#include "ops_lanes.inc"
 
         /* ---- memory ---- */
         case OP_LDS_LOAD: {
@@ -737,18 +717,8 @@ static void run_wave(Group *g, Wave *w) {
             p += 3 + n; break;
         }
         case OP_NOTE: p += 3; break;
-        case OP_MFMA: {
-            i32 m = p[2], k = p[3], type = p[4], dwords = p[5], n;
-            const i32 *q = p + 6;
-            n = *q++; for (i32 i = 0; i < n; i++) src[0][i] = R(*q++);
-            n = *q++; for (i32 i = 0; i < n; i++) src[1][i] = R(*q++);
-            n = *q++; for (i32 i = 0; i < n; i++) src[2][i] = R(*q++);
-            n = *q++; for (i32 i = 0; i < n; i++) dest[i] = R(*q++);
-            if (exec != w->full) report(g, F_BARRIER, line, w, 0, 0, -1, -1, 2);
-            mfma(src[0], src[1], src[2], dest, m, k, type, dwords);
-            g->counters[C_MFMA]++;
-            p = q; break;
-        }
+#include "ops_matrix.inc"
+#include "ops_gfx1250.inc"
         default:
             report(g, F_LIMIT, line, w, 0, p[0], -1, -1, 2);
             w->state = 2;

@@ -22,6 +22,8 @@ from pathlib import Path
 
 from fourwave import env
 
+from .program import OPS
+
 _HERE = Path(__file__).parent
 _FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC"]
 _lock = threading.Lock()
@@ -104,7 +106,7 @@ def library(wave_size: int = 64) -> ctypes.CDLL:
             f"-DW={wave_size}",
             "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",
         ]
-        sources = [_HERE / "core.c", *sorted(_HERE.glob("*.h")), _HERE / "ops.def"]
+        sources = [_HERE / "core.c", *(f for kind in ("h", "inc", "def") for f in sorted(_HERE.glob(f"*.{kind}")))]
         key = hashlib.sha256(
             "\0".join([*(s.read_text() for s in sources), *compiler, *flags, _processor(), platform.machine()]).encode()
         )
@@ -126,10 +128,8 @@ def library(wave_size: int = 64) -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(path))
         sizes = (ctypes.c_uint64 * 5)()
         loaded.fourwave_sim_sizes(sizes)
-        expected = [ctypes.sizeof(RawLaunch), ctypes.sizeof(RawFinding), ctypes.sizeof(Allocation), wave_size]
-        assert list(sizes[:4]) == expected, (
-            f"core.c and native.py disagree on layouts: {list(sizes)} against {expected}"
-        )
+        expected = [ctypes.sizeof(RawLaunch), ctypes.sizeof(RawFinding), ctypes.sizeof(Allocation), wave_size, len(OPS)]
+        assert list(sizes) == expected, f"core.c and native.py disagree on layouts: {list(sizes)} against {expected}"
         loaded.fourwave_sim_run.argtypes = [ctypes.POINTER(RawLaunch)]
         loaded.fourwave_sim_run.restype = ctypes.c_int
         return loaded

@@ -12,24 +12,27 @@ from pathlib import Path
 
 import numpy as np
 
+_HERE = Path(__file__).parent
+
+
+def _definitions(name: str) -> str:
+    """ops.def with its includes put in."""
+    return re.sub(r'^#include "(\S+)"$', lambda m: _definitions(m[1]), (_HERE / name).read_text(), flags=re.M)
+
+
 OPS: dict[str, tuple[int, str]] = {
     name: (number, signature)
-    for number, (name, signature) in enumerate(
-        re.findall(r'OP\((\w+), "([^"]*)"\)', (Path(__file__).parent / "ops.def").read_text())
-    )
+    for number, (name, signature) in enumerate(re.findall(r'OP\((\w+), "([^"]*)"\)', _definitions("ops.def")))
 }
 # The order of core.c's enum that starts with U_NEG.
 FUNARY = (
     "neg abs sqrt rcp rsq exp2 log2 exp log sin cos tanh floor ceil trunc rint round erf fract".split()
 )  # fmt: skip
-_KEEP = {
-    "END", "JUMP", "BRANCH", "JOIN", "UNREACHABLE", "LDS_STORE", "GLOBAL_STORE", "BUFFER_STORE", "BUFFER_LOAD_LDS", "GLOBAL_LOAD_LDS",
-    "BARRIER", "WAIT", "FENCE", "USED", "NOTE", "LDS_LOAD", "GLOBAL_LOAD", "BUFFER_LOAD", "DS_READ_TR16_B64",
-}  # fmt: skip
-
-
-# Which argument of an LDS read is its site number.
-_SITE = {"LDS_LOAD": 3, "DS_READ_TR16_B64": 2}
+# Reads count as effects: their addresses are checked. So does everything without a result.
+_EFFECTS = {name for name, (_, signature) in OPS.items() if "d" not in signature or "s" in signature} | {
+    "GLOBAL_LOAD",
+    "BUFFER_LOAD",
+}
 
 
 @dataclass
@@ -54,6 +57,8 @@ def _letters(signature: str) -> list[str]:
 
 
 _LETTERS = {name: _letters(signature) for name, (_, signature) in OPS.items()}
+# Which argument of an LDS read is its number.
+_SITE = {name: letters.index("s") for name, letters in _LETTERS.items() if "s" in letters}
 
 
 def defs_uses(i: Instruction) -> tuple[list[int], list[int]]:
@@ -216,7 +221,7 @@ class Builder:
                             kept.append(i)
                         continue
                     defs, uses = defs_uses(i)
-                    if i.op not in _KEEP and not any(used[d] for d in defs):
+                    if i.op not in _EFFECTS and not any(used[d] for d in defs):
                         for u in uses:
                             used[u] -= 1
                         work = True
@@ -393,7 +398,7 @@ class Builder:
                 for letter, arg in zip(_LETTERS[i.op], i.args):
                     if letter in "du":
                         code.append(slot[arg])
-                    elif letter == "i":
+                    elif letter in "is":
                         code.append(arg if arg < 1 << 31 else arg - (1 << 32))
                     elif letter == "t":
                         code.append(arg.pc)
