@@ -217,6 +217,35 @@ def test_explain_runs_nothing_and_says_what_is_copied():
         fw.explain(A, B[:, :8])
 
 
+def test_what_backends_are_handed():
+    """2-D, inner stride 1, row stride at least the row's length, equal to the operand; a view wherever one can be."""
+    t = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    views = [
+        t,
+        t[:, :30],
+        t[3:, 5:],
+        t.view(8, 8, 64),
+        t[:1, :5],
+        t[:, :1],
+        t[:, 7:8],
+        t[5:6, 5:6],
+        t.view(8, 8, 64)[:, :, 3:],
+    ]
+    views += [t.as_strided((1, 5), (1, 1)), t.as_strided((5, 1), (64, 3)), t.as_strided((1, 5), (0, 1))]
+    copies = [t.mT, t[:, ::2], t[:1].expand(5, 64), t[:, :1].expand(64, 5), t.view(8, 8, 64).transpose(0, 1)]
+    copies += [t.as_strided((5, 8), (4, 1)), t.as_strided((5, 1), (0, 1)), torch._neg_view(t), torch._neg_view(t[0])]
+    for operands, copied in ((views, False), (copies, True)):
+        for x in operands:
+            rows = x.numel() // x.shape[-1]
+            notes: list[str] = []
+            matrix = api._matrix(x, rows, "a", notes)
+            assert matrix.shape == (rows, x.shape[-1]) and not matrix.is_neg()
+            assert torch.equal(matrix, x.reshape(matrix.shape))
+            assert matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
+            assert len(notes) == copied, (x.shape, x.stride(), notes)
+            assert (matrix.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()) == copied
+
+
 def test_explain_of_an_empty_problem():
     told = fw.explain(A[:0], B)
     assert told.problem.is_empty and told.kernel == "nothing to launch"
