@@ -18,6 +18,7 @@ Sources
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -185,7 +186,7 @@ def test_lds_globals_lie_apart_and_aligned() -> None:
     report = launch(program, out, dynamic_lds=100)
     a, b, c, d = (int(x) for x in out)
     spans = sorted([(a, a + 5), (b, b + 12), (c, c + 8), (d, d + 100)])
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     assert a % 4 == b % 64 == c % 16 == d % 16 == 0 and d == max(a, b, c, d)
     assert report.launches[0].lds_bytes == d + 100
 
@@ -443,7 +444,7 @@ ARGUMENTS = "%buffer: !llvm.ptr<1>, %records: i32, %offsets: !llvm.ptr<1>, %out:
 
 
 def run_copy(
-    text: str, arch: str, source: np.ndarray, offsets: np.ndarray, words: int = 8, lds: int = 2048, **options: object
+    text: str, arch: str, source: np.ndarray, offsets: np.ndarray, words: int = 8, lds: int = 2048, **options: Any
 ) -> tuple:
     out = np.zeros(64 * words * 4, np.uint8)
     options.setdefault("checks", ("memory", "race", "wait", "barrier"))
@@ -565,7 +566,7 @@ def test_copies_of_other_sizes_raise(form: str, arch: str, size: int) -> None:
 
 
 def transposing_read(
-    address: np.ndarray, contents: np.ndarray, t: str = "vector<4xi16>", block: int = 64, **options: object
+    address: np.ndarray, contents: np.ndarray, t: str = "vector<4xi16>", block: int = 64, **options: Any
 ) -> tuple:
     """ds_read_tr16_b64 at per-lane byte addresses of an LDS array filled with `contents`; returns [lane, 4] and the report."""
     body = (
