@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import fourwave as fw
+from fourwave.backends import registry
+from fourwave.ops.gemm.config import GemmConfig, candidates
 from fourwave.ops.gemm.problem import ACTIVATIONS, LAYOUTS
 from fourwave.ops.gemm.reference import gemm_reference
 from fourwave.testing import GemmCase, bounds, inputs
@@ -23,10 +25,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
-def check(case: GemmCase, target: Target) -> None:
+def check(case: GemmCase, target: Target, config: GemmConfig | None = None) -> None:
     if target.simulated and case.dtype == FP32:
         pytest.skip("the kernels take bf16 and fp16")
-    result = case.run(target.backend, device=target.device)
+    result = case.run(target.backend, device=target.device, config=config)
     assert result.guards is None, f"{case}: {result.guards}"
     assert result.ratio <= 1, f"{case}: {result.ratio:.3g} times the bound at {list(result.worst)}"
 
@@ -42,6 +44,21 @@ def test_shapes(target: Target, layout: str, shape: Shape) -> None:
 @pytest.mark.parametrize("shape", GEMM_SHAPES_FULL, ids=str)
 def test_more_tiles(target: Target, layout: str, shape: Shape) -> None:
     check(GemmCase(shape, layout), target)
+
+
+@pytest.mark.parametrize("layout", ["TN", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("NN", "NT"))])
+@pytest.mark.parametrize("index", range(5))
+def test_configs(target: Target, layout: str, index: int) -> None:
+    """Every tile of the AMD kernels, on several tiles with tails in M, N and K."""
+    if target.backend == "native":
+        pytest.skip("native takes no config")
+    configs = candidates(registry.get(target.backend).describe_gemm(GemmCase(by_name("even")).problem, None).arch or "")
+    assert len(configs) == 5, "one index per config"
+    config = configs[index]
+    shape = Shape("tails, 4 tiles", 2 * config.tile_m - 12, 2 * config.tile_n - 3, 3 * config.tile_k + 9)
+    case = GemmCase(shape, layout, a_view="offset", b_view="sliced", out_view="sliced")
+    check(case, target, config)
+    check(replace(case, shape=replace(shape, K=7)), target, config)
 
 
 @every_layout
