@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import ctypes
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
