@@ -69,9 +69,9 @@ class Steps:
 
 
 class BarSteps(Steps):
-    def __init__(self, progress: Progress, title: str) -> None:
+    def __init__(self, progress: Progress, title: str, detail: str) -> None:
         self.progress = progress
-        self.task = progress.add_task(title, total=None, detail="")
+        self.task = progress.add_task(title, total=None, detail=escape(detail))
 
     def start(self, total: int) -> None:
         self.progress.update(self.task, total=total)
@@ -98,8 +98,8 @@ class PlainSteps(Steps):
 
 
 @contextmanager
-def steps(title: str) -> Iterator[Steps]:
-    """Progress of counted work: a bar on a terminal, a line now and then elsewhere."""
+def steps(title: str, detail: str = "") -> Iterator[Steps]:
+    """Progress of counted work: a bar on a terminal, a line now and then elsewhere. detail: shown until the first step."""
     console = stderr()
     if not console.is_terminal:
         yield PlainSteps(title)
@@ -113,4 +113,4 @@ def steps(title: str) -> Iterator[Steps]:
         TextColumn("[dim]{task.fields[detail]}"),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        yield BarSteps(progress, title)
+        yield BarSteps(progress, title, detail)

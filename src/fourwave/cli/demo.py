@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fourwave.demo.run import DemoResult
 
 MAX_TABLE = 16  # sentences whose similarities are shown as a full table
+MIN_SENTENCE = 16  # columns that a sentence needs beside its numbers
 MAX_FINDINGS = 10  # printed; all are counted
 
 
@@ -41,7 +42,7 @@ def run_demo(texts: list[str], file: Path | None, backend: str, threads: int | N
     try:
         chosen, why = choose_backend(backend)
         console.print(f"backend [bold]{escape(chosen)}[/] ({escape(why)})", soft_wrap=True)
-        with out.steps(f"{len(sentences)} sentences, Linears on {chosen}") as steps:
+        with out.steps(f"{len(sentences)} sentences, Linears on {chosen}", "loading the model") as steps:
             result = run(
                 sentences,
                 chosen,
@@ -76,28 +77,31 @@ def show(console: Console, result: DemoResult, wall: float) -> None:
 
 
 def show_similarity(console: Console, result: DemoResult) -> None:
+    """Every pair as a table where it fits, else the most similar pairs."""
     similarity = result.similarity
     count = len(result.sentences)
-    if count > MAX_TABLE:
+    room = console.width - 6 * count - 6  # for the sentence; a number and its gap are 6 wide
+    if count > MAX_TABLE or room < MIN_SENTENCE:
         table = out.table()
-        for heading in ("cosine", "sentence", "sentence"):
-            table.add_column(heading, overflow="ellipsis", no_wrap=True)
+        table.add_column("cosine", justify="right", no_wrap=True, min_width=6)
+        for _ in range(2):
+            table.add_column("sentence", overflow="ellipsis", no_wrap=True, max_width=(console.width - 16) // 2)
         rows, columns = torch.triu_indices(count, count, offset=1)
         for pair in similarity[rows, columns].argsort(descending=True)[:MAX_TABLE].tolist():
             i, j = int(rows[pair]), int(columns[pair])
             table.add_row(f"{similarity[i, j]:.3f}", escape(result.sentences[i]), escape(result.sentences[j]))
         out.show(console, table, f"Most similar pairs of {count} sentences (cosine)")
         return
-    table = out.table()
-    table.add_column("", justify="right")
-    table.add_column("sentence", overflow="ellipsis", no_wrap=True, max_width=46)
+    table = out.table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("", justify="right", no_wrap=True, min_width=2)
+    table.add_column("sentence", overflow="ellipsis", no_wrap=True, max_width=min(room, 60))
     for index in range(count):
-        table.add_column(str(index + 1), justify="right", no_wrap=True)
+        table.add_column(str(index + 1), justify="right", no_wrap=True, min_width=5)
     for i, sentence in enumerate(result.sentences):
         cells = []
         for j in range(count):
             value = similarity[i, j].item()
-            style = "dim" if i == j else "bold green" if value > 0.5 else ""
+            style = "dim" if i == j else "bold green" if value > 0.3 else ""
             cells.append(f"[{style}]{value:.2f}[/]" if style else f"{value:.2f}")
         table.add_row(str(i + 1), escape(sentence), *cells)
     out.show(console, table, "Similarity of the sentences (cosine)")
@@ -107,8 +111,8 @@ def show_errors(console: Console, result: DemoResult) -> None:
     """One row per layer of the encoder, one column per Linear in it: the largest error over bound of its calls."""
     worst: dict[tuple[str, str], float] = {}
     for record in result.records:
-        match = re.match(r"(.*?\blayer\.\d+)\.(.*)", record.name)
-        layer, linear = match.groups() if match else (record.name, "")
+        match = re.match(r".*?\b(layer\.\d+)\.(.*)", record.name)
+        layer, linear = match.groups() if match else (record.name.removesuffix(".dense"), "")
         key = (layer, linear)
         ratio = record.max_ratio
         if key not in worst or not ratio <= worst[key]:
@@ -165,7 +169,7 @@ def show_summary(console: Console, result: DemoResult, wall: float) -> None:
     table.add_row(
         "time",
         f"{wall:.1f} s: {result.load_seconds:.1f} s loading and the float32 pass, {result.seconds:.1f} s the fourwave "
-        f"pass ({result.gemm_seconds:.1f} s of it in gemm)",
+        f"pass: {result.gemm_seconds:.1f} s in gemm, most of the rest comparing with float64",
     )
     out.show(console, table)
 
