@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import shutil
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -30,10 +30,9 @@ PACKAGES = (  # distribution, what it is for
     ("rich", "this output"),
     ("typer", "this command line"),
 )
-TOOLS = (  # what, names tried in order, what it is for
-    ("C compiler", ("cc", "gcc", "clang"), "builds the simulator's engine"),
-    ("lld", ("ld.lld", "ld.lld-22", "ld.lld-19"), "links AMD code objects; the simulator needs none"),
-    ("llvm-objdump", ("llvm-objdump", "llvm-objdump-22"), "disassembles code objects in tests"),
+TOOLS = (  # what, what is looked for, what it is for
+    ("C compiler", "$CC, cc, gcc, clang, ziglang", "builds the simulator's core, once per machine"),
+    ("lld", "$ROCM_PATH's or ld.lld-19 and newer", "links AMD code objects (--isa); the simulator needs none"),
 )
 BACKENDS = ("native", "flydsl", "sim:gfx950", "sim:gfx942")
 
@@ -56,14 +55,20 @@ def packages() -> dict[str, str | None]:
     return found
 
 
-def tools() -> dict[str, str | None]:
-    return {what: next(filter(None, map(shutil.which, names)), None) for what, names, _ in TOOLS}
+def tools() -> dict[str, list[str] | None]:
+    """Command of each tool, as the part that uses it finds it."""
+    from fourwave.perf.isa import find_linker
+    from fourwave.sim.native import find_compiler
+
+    linker = find_linker()
+    return {"C compiler": find_compiler(), "lld": [linker] if linker else None}
 
 
-def tool_version(path: str) -> str:
-    run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10)
-    lines = [line.strip() for line in (run.stdout or run.stderr).splitlines() if "version" in line.lower()]
-    return lines[0] if lines else (run.stdout or run.stderr).strip().partition("\n")[0]
+def tool_version(command: list[str]) -> str:
+    run = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+    text = run.stdout or run.stderr
+    lines = [line.strip() for line in text.splitlines() if re.search(r"\d+\.\d+", line)]
+    return lines[0] if lines else text.strip().partition("\n")[0]
 
 
 def cpu_name() -> str:
@@ -131,7 +136,13 @@ def default_backend() -> str:
 
 def run_doctor(json: Path | None) -> None:
     console = out.stdout()
-    versions, found = packages(), tools()
+    versions = packages()
+    found: dict[str, list[str] | None] = {}
+    problem = None
+    try:
+        found = tools()
+    except Exception as error:  # as in attempt
+        problem = f"failed to ask: {type(error).__name__}: {error}"
 
     table = out.table()
     table.add_column("package", no_wrap=True)
@@ -146,10 +157,10 @@ def run_doctor(json: Path | None) -> None:
     table = out.table()
     for heading in ("tool", "found", "for"):
         table.add_column(heading)
-    for what, names, purpose in TOOLS:
-        path = found[what]
-        shown = attempt(partial(tool_version, path)) if path else f"no {', '.join(names)} on PATH"
-        table.add_row(what, escape(shown) if path else f"[yellow]{escape(shown)}[/]", purpose)
+    for what, looked_for, purpose in TOOLS:
+        command = found.get(what)
+        shown = attempt(partial(tool_version, command)) if command else problem or f"none: no {looked_for}"
+        table.add_row(what, escape(shown) if command else f"[yellow]{escape(shown)}[/]", purpose)
     out.show(console, table, "Tools")
 
     processor, devices, simulates = attempt(cpu), attempt(gpus), attempt(simulator)
