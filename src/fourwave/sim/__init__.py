@@ -73,8 +73,8 @@ def session(
     """Run the FlyDSL launches of the block on the simulator, with CPU tensors, and yield the Report they add to.
 
     arch        "gfx950" or "gfx942": what FlyDSL compiles for
-    checks      any of "memory", "init", "race", "wait", "barrier"
-    completion  when a copy to LDS lands: "late", at the wait that covers it, or "early", at once
+    checks      any of "memory", "init", "race", "wait", "barrier", "global"
+    completion  when a copy to LDS lands: "late", at the wait that covers it, "early", at once, or "random", in between
     schedule    order in which a workgroup's waves take turns: "forward", "reverse" or "random:SEED"
     threads     host threads; None: all cores
     on_finding  "record", or "raise": SimulationError at the end of the launch that had findings

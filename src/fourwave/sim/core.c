@@ -21,6 +21,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #ifndef W
 #define W 64
@@ -28,6 +29,7 @@
 
 #include "formats.h"
 #include "matrix.h"
+#include "lanes.h"
 
 enum opcode {
 #define OP(NAME, SIGNATURE) OP_##NAME,
@@ -37,12 +39,14 @@ enum opcode {
 };
 
 /* Finding kinds, in the order of report.py's KINDS. */
-enum { F_MEMORY, F_INIT, F_RACE, F_WAIT, F_BARRIER, F_LIMIT };
+enum { F_MEMORY, F_INIT, F_RACE, F_WAIT, F_BARRIER, F_LIMIT, F_GLOBAL };
 /* Checks that can be switched off, one bit each, same order. */
 
 typedef struct {
     u64 lo, hi; /* [lo, hi) */
     i32 writable, id;
+    u64 *writers;                /* per dword: who wrote it in this launch (core's own; see global_write_check) */
+    i32 written, pad;
 } Allocation;
 
 typedef struct {
@@ -58,10 +62,10 @@ typedef struct {
     i32 code_words, num_registers, num_constants, num_sites, lds_bytes;
     const u32 *constants;        /* registers 0 .. num_constants - 1, the same in every lane */
     u32 grid[3], block[3];
-    const Allocation *allocations;
+    Allocation *allocations;
     i32 num_allocations;
     u32 checks;
-    i32 completion;              /* 0 late, 1 early */
+    i32 completion;              /* 0 late, 1 early, 2 at a random moment in between */
     i32 schedule;                /* 0 waves in order, 1 in reverse, else: a seed that orders them anew at every turn */
     i32 num_threads;
     u64 first_workgroup, num_workgroups;
@@ -71,7 +75,7 @@ typedef struct {
     Finding *findings;
     i32 max_findings, num_findings;
     u64 counters[C_COUNTERS];
-    _Atomic u64 next, done;
+    _Atomic u64 next, done, progress;
     _Atomic i32 stop;
 } Launch;
 
@@ -81,7 +85,7 @@ typedef struct {
     u32 read_epoch, readers;     /* readers: one bit a wave, valid in read_epoch only */
     u32 late_readers;            /* those of them whose read was issued before the last barrier and may not have returned */
     i32 write_line, read_line;
-    uint8_t writer, bytes, init, in_flight, from_copy;
+    uint8_t writer, bytes, init, in_flight, from_copy, atomic; /* atomic: the last write was one */
 } Shadow;
 
 typedef struct {
@@ -98,6 +102,8 @@ typedef struct { i32 pc, meet; u64 mask; } Path;
 #define MAX_READS 64
 #define MAX_PATHS 256
 #define MAX_WAVES 32
+#define IDLE_TURNS 200   /* turns in which no workgroup got on, wrote or ended: they wait for what will not come */
+#define MAX_RESIDENT 256 /* workgroups a host thread keeps going at once */
 
 typedef struct {
     u32 *registers;
@@ -130,7 +136,8 @@ typedef struct {
     Finding *findings;
     i32 num_findings;
     u64 counters[C_COUNTERS];
-    const Allocation *last;
+    Allocation *last;
+    i32 synchronised;            /* has done an atomic or ordered access of global memory: it may know what others wrote */
     u64 random;
 } Group;
 
@@ -148,9 +155,14 @@ static void report(Group *g, i32 kind, i32 line, const Wave *w, i32 lane, u64 ad
                                                g->workgroup, address, 1};
 }
 
+static inline u32 next_random(Group *g) {
+    g->random = g->random * 6364136223846793005ull + 1442695040888963407ull;
+    return (u32)(g->random >> 33);
+}
+
 /* ---- global memory ---- */
 static inline int allowed(Group *g, u64 address, u32 bytes, int write) {
-    const Allocation *a = g->last;
+    Allocation *a = g->last;
     if (!(a && address >= a->lo && address <= a->hi && bytes <= a->hi - address)) {
         Launch *L = g->launch;
         i32 lo = 0, hi = L->num_allocations;
@@ -164,6 +176,41 @@ static inline int allowed(Group *g, u64 address, u32 bytes, int write) {
         g->last = a;
     }
     return !write || a->writable;
+}
+
+/* Races through global memory. A dword's word: workgroup + 1 (32 bits), wave (6), barriers its wave had passed (22), bytes written (4).
+ * Found: plain stores to the same bytes by two workgroups, or by two waves of one with no barrier between; a plain load of bytes that another
+ * wave of the workgroup wrote with no barrier between, or that another workgroup wrote in this launch while this wave has done no atomic or
+ * ordered operation that could have told it so. Which flag guards which bytes is not followed. */
+static inline u64 writer_word(const Group *g, const Wave *w, u64 mask) {
+    return (g->workgroup + 1) << 32 | (u64)(w - g->waves) << 26 | (u64)(w->epoch & 0x3fffff) << 4 | mask;
+}
+
+static inline void global_write_check(Group *g, Wave *w, u64 address, u32 bytes, i32 lane, i32 line) {
+    Allocation *a = g->last;
+    if (!a->writers) return;
+    a->written = 1;
+    for (u64 at = address & ~3ull; at < address + bytes; at += 4) {
+        u64 first = at < address ? address - at : 0, last = address + bytes - at < 4 ? address + bytes - at : 4;
+        u64 mask = (15u << first) & (15u >> (4 - last)), *word = &a->writers[(at - (a->lo & ~3ull)) >> 2], old = *word, mine = writer_word(g, w, mask);
+        if (old & mask) {
+            if (old >> 32 != mine >> 32) report(g, F_GLOBAL, line, w, lane, at, -1, -1, 0);
+            else if ((old >> 26 & 63) != (mine >> 26 & 63) && (old >> 4 & 0x3fffff) == (w->epoch & 0x3fffff)) report(g, F_GLOBAL, line, w, lane, at, (i32)(old >> 26 & 63), -1, 1);
+        }
+        *word = old >> 4 == mine >> 4 ? old | mask : mine;
+    }
+}
+
+static inline void global_read_check(Group *g, Wave *w, u64 address, u32 bytes, i32 lane, i32 line) {
+    Allocation *a = g->last;
+    if (!a->writers || !a->written) return;
+    for (u64 at = address & ~3ull; at < address + bytes; at += 4) {
+        u64 first = at < address ? address - at : 0, last = address + bytes - at < 4 ? address + bytes - at : 4;
+        u64 mask = (15u << first) & (15u >> (4 - last)), old = a->writers[(at - (a->lo & ~3ull)) >> 2];
+        if (!(old & mask)) continue;
+        if (old >> 32 != g->workgroup + 1) { if (!g->synchronised) report(g, F_GLOBAL, line, w, lane, at, -1, -1, 2); }
+        else if ((old >> 26 & 63) != (u64)(w - g->waves) && (old >> 4 & 0x3fffff) == (w->epoch & 0x3fffff)) report(g, F_GLOBAL, line, w, lane, at, (i32)(old >> 26 & 63), -1, 3);
+    }
 }
 
 /* ---- LDS with its checkers ---- */
@@ -207,9 +254,30 @@ static inline void lds_write_check(Group *g, Wave *w, u32 address, u32 bytes, i3
         s->writer = wave;
         s->write_line = line;
         s->from_copy = copy;
+        s->atomic = 0;
         s->write_seq = copy ? w->copy_seq : w->lds_seq;
         s->in_flight = copy;
         s->init |= mask;
+    }
+}
+
+/* An atomic operation on LDS reads and writes; atomics of different waves need nothing between them. */
+static inline void lds_atomic_check(Group *g, Wave *w, u32 address, u32 bytes, i32 lane, i32 line, i32 op) {
+    u32 wave = (u32)(w - g->waves), bit = 1u << wave;
+    for (u32 at = address & ~3u; at < address + bytes; at += 4) {
+        Shadow *s = &g->shadow[at >> 2];
+        if (s->in_flight) report(g, op == A_LOAD ? F_WAIT : F_RACE, line, w, lane, at, s->writer, s->write_line, op == A_LOAD ? wave != s->writer : 2);
+        else {
+            u32 others = s->read_epoch == w->epoch ? s->readers & ~bit : 0;
+            if (others && op != A_LOAD) report(g, F_RACE, line, w, lane, at, __builtin_ctz(others), s->read_line, 1);
+            if (s->writer != wave && s->bytes && !s->atomic &&
+                (i32)(s->write_seq - (s->from_copy ? g->waves[s->writer].copy_published : g->waves[s->writer].lds_published)) > 0)
+                report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, op == A_LOAD ? 0 : 2);
+            if (op != A_STORE && op != A_XCHG && s->init != 15) report(g, F_INIT, line, w, lane, at, -1, -1, 0);
+        }
+        if (op == A_LOAD) continue;
+        s->writer = wave; s->bytes = s->init = 15; s->write_line = line; s->write_seq = w->lds_seq;
+        s->from_copy = s->in_flight = 0; s->atomic = 1;
     }
 }
 
@@ -238,6 +306,11 @@ static void wait_vm(Group *g, Wave *w, u64 outstanding) {
     }
 }
 
+/* completion = random: the oldest few copies may have landed by now. */
+static inline void land_some(Group *g, Wave *w) {
+    for (u32 n = next_random(g) & 3; n && w->copy_count; n--) wait_vm(g, w, w->vm_issued - w->copies[w->copy_head].seq);
+}
+
 static void issue_copy(Group *g, Wave *w, const uint8_t **source, u64 lanes, u32 lds, i32 bytes, i32 line) {
     Launch *L = g->launch;
     if (w->copy_count == MAX_COPIES) wait_vm(g, w, w->vm_issued - w->copies[w->copy_head].seq);
@@ -258,6 +331,7 @@ static void issue_copy(Group *g, Wave *w, const uint8_t **source, u64 lanes, u32
     /* vmcnt holds six bits: the 64th operation waits for the first (CDNA3 ISA, section 4.4, s_waitcnt). */
     wait_vm(g, w, 63);
     if (L->completion == 1) wait_vm(g, w, 0);
+    if (L->completion == 2) land_some(g, w);
 }
 
 /* Keep an LDS read in mind until it is known to have returned: until a wait for it, or the use of its result, before which the compiler puts one. */
@@ -396,14 +470,17 @@ static inline void load_dwords(u32 *const *d, i32 n, i32 lane, const uint8_t *so
 }
 
 #define POISON 0xffffffffu
+#define QUANTUM 400000 /* instructions after which a wave that meets a branch lets others go on: it may be waiting for one of them */
 
-/* Run a wave until it reaches a barrier or its end. */
+
+/* Run a wave until it reaches a barrier or its end, or has used up its turn. */
 static void run_wave(Group *g, Wave *w) {
     Launch *L = g->launch;
     const i32 *code = L->code, *p = code + w->pc;
     u32 *reg = w->registers;
     u64 exec = w->exec, steps = 0;
     const u64 full = W == 64 ? ~0ull : 0xffffffffull;
+    int ordered = 0;
     u32 *dest[64];
     const u32 *src[3][64];
 
@@ -422,16 +499,19 @@ static void run_wave(Group *g, Wave *w) {
             }
             w->state = 2;
             goto leave;
-        case OP_JUMP: p = code + p[2];
-            if (L->step_limit && w->steps + steps > L->step_limit) { report(g, F_LIMIT, line, w, 0, 0, -1, -1, 0); w->state = 2; atomic_store(&L->stop, 1); goto leave; }
+        case OP_JUMP:
+            p = code + p[2];
+            if (L->step_limit && w->steps + steps > L->step_limit) goto stopped;
+            if (steps > QUANTUM) goto leave;
             break;
         case OP_BRANCH: {
             const u32 *c = R(p[2]);
             u64 taken = 0;
+            if (steps > QUANTUM) goto leave;
             for (int l = 0; l < W; l++) taken |= (u64)(c[l] & 1) << l;
             taken &= exec;
             u64 other = exec & ~taken;
-            if (L->step_limit && w->steps + steps > L->step_limit) { report(g, F_LIMIT, line, w, 0, 0, -1, -1, 0); w->state = 2; atomic_store(&L->stop, 1); goto leave; }
+            if (L->step_limit && w->steps + steps > L->step_limit) goto stopped;
             if (!other) { p = code + p[3]; break; }
             if (!taken) { p = code + p[4]; break; }
             i32 yes = p[3], no = p[4], meet = p[5];
@@ -560,6 +640,7 @@ static void run_wave(Group *g, Wave *w) {
             u32 at[W];
             for (int l = 0; l < W; l++) at[l] = address[l] + offset;
             w->lds_seq++;
+            if (L->completion == 2) land_some(g, w);
             remember_read(w, p[5], at, exec, bytes, line);
             count_banks(g, at, exec, bytes);
             for (int l = 0; l < W; l++) {
@@ -616,22 +697,33 @@ static void run_wave(Group *g, Wave *w) {
         }
         case OP_GLOBAL_LOAD: case OP_GLOBAL_STORE: {
             int write = p[0] == OP_GLOBAL_STORE;
-            i64 offset = p[2]; const u32 *lo = R(p[3]), *hi = R(p[4]); i32 bytes = p[5], n = p[6];
+            i64 offset = p[2]; const u32 *lo = R(p[3]), *hi = R(p[4]); i32 bytes = p[5], n = p[6], in_lds = 0;
             w->vm_issued++;
             for (i32 i = 0; i < n; i++) dest[i] = R(p[7 + i]);
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
                 u64 x = (((u64)hi[l] << 32) | lo[l]) + offset;
                 if (!allowed(g, x, bytes, write)) {
+                    if (x >> 32 == LDS_APERTURE && (u32)x + bytes <= (u32)L->lds_bytes) { /* a generic address of LDS */
+                        if (!in_lds++) w->lds_seq++;
+                        if (write) lds_write_check(g, w, (u32)x, bytes, l, line, 0); else lds_read_check(g, w, (u32)x, bytes, l, line);
+                        if (!write) load_dwords(dest, n, l, g->lds + (u32)x, bytes);
+                        else if (bytes >= 4) for (i32 i = 0; i < n; i++) memcpy(g->lds + (u32)x + 4 * i, &dest[i][l], 4);
+                        else memcpy(g->lds + (u32)x, &dest[0][l], bytes);
+                        continue;
+                    }
                     report(g, F_MEMORY, line, w, l, x, -1, -1, write);
                     if (!write) for (i32 i = 0; i < n; i++) dest[i][l] = POISON;
                     continue;
                 }
+                if (ordered) {} else if (write) global_write_check(g, w, x, bytes, l, line); else global_read_check(g, w, x, bytes, l, line);
                 if (!write) load_dwords(dest, n, l, (const uint8_t *)(uintptr_t)x, bytes);
                 else if (bytes >= 4) for (i32 i = 0; i < n; i++) memcpy((uint8_t *)(uintptr_t)x + 4 * i, &dest[i][l], 4);
                 else memcpy((void *)(uintptr_t)x, &dest[0][l], bytes);
             }
             g->counters[write ? C_GLOBAL_WRITE_BYTES : C_GLOBAL_READ_BYTES] += (u64)bytes * __builtin_popcountll(exec);
+            if (in_lds && in_lds == __builtin_popcountll(exec)) w->vm_issued--; /* the compiler makes an LDS instruction of it */
+            ordered = 0;
             p += 7 + n; break;
         }
         case OP_BUFFER_LOAD: case OP_BUFFER_STORE: case OP_BUFFER_LOAD_LDS: {
@@ -653,6 +745,7 @@ static void run_wave(Group *g, Wave *w) {
                 u64 x = base + o;
                 u64 inside = o >= records ? 0 : records - o >= (u64)bytes ? (u64)bytes : bytes < 4 ? 0 : (records - o) & ~3ull;
                 if (inside && !allowed(g, x, inside, kind == OP_BUFFER_STORE)) { report(g, F_MEMORY, line, w, l, x, -1, -1, kind == OP_BUFFER_STORE); inside = 0; }
+                if (inside) { if (kind == OP_BUFFER_STORE) global_write_check(g, w, x, inside, l, line); else global_read_check(g, w, x, inside, l, line); }
                 if (kind == OP_BUFFER_LOAD) {
                     if (inside == (u64)bytes) load_dwords(dest, n, l, (const uint8_t *)(uintptr_t)x, bytes);
                     else {
@@ -689,6 +782,7 @@ static void run_wave(Group *g, Wave *w) {
                 if (!(exec >> l & 1)) continue;
                 u64 x = (((u64)hi[l] << 32) | lo[l]) + imm;
                 if (!allowed(g, x, bytes, 0)) { report(g, F_MEMORY, line, w, l, x, -1, -1, 0); continue; }
+                global_read_check(g, w, x, bytes, l, line);
                 source[l] = (const uint8_t *)(uintptr_t)x; lanes |= 1ull << l;
             }
             u32 lds = R(p[6])[exec ? __builtin_ctzll(exec) : 0] + (u32)imm;
@@ -703,10 +797,12 @@ static void run_wave(Group *g, Wave *w) {
             p += 4; break;
         case OP_FENCE: /* a release waits for the wave's own LDS writes; copies to LDS are the kernel's to wait for (docs/simulator.md) */
             if (p[2]) w->lds_done = w->lds_seq;
+            if (p[2] == 2) wait_vm(g, w, 0); /* beyond the workgroup: the compiler waits for vector memory, too */
             p += 4; break;
         case OP_BARRIER:
             g->counters[C_BARRIERS]++;
             if (exec != w->full) report(g, F_BARRIER, line, w, 0, 0, -1, -1, 0);
+            if (L->completion == 2) land_some(g, w);
             w->barrier_line = line;
             w->state = 1;
             p += 2;
@@ -716,6 +812,7 @@ static void run_wave(Group *g, Wave *w) {
             for (i32 i = 0; i < n; i++) { u32 seq = w->site_seq[p[3 + i]]; if ((i32)(seq - w->lds_done) > 0) w->lds_done = seq; }
             p += 3 + n; break;
         }
+        case OP_ORDERED: g->synchronised = ordered = 1; p += 2; break;
         case OP_NOTE: p += 3; break;
 #include "ops_matrix.inc"
 #include "ops_gfx1250.inc"
@@ -726,6 +823,10 @@ static void run_wave(Group *g, Wave *w) {
             goto leave;
         }
     }
+stopped:
+    report(g, F_LIMIT, p[1], w, 0, 0, -1, -1, 0);
+    w->state = 2;
+    atomic_store(&L->stop, 1);
 leave:
     w->pc = (i32)(p - code);
     w->exec = exec;
@@ -734,9 +835,10 @@ leave:
     g->counters[C_INSTRUCTIONS] += steps;
 }
 
-static void run_group(Group *g, u64 index) {
+static void start_group(Group *g, u64 index) {
     Launch *L = g->launch;
     g->workgroup = index;
+    g->synchronised = 0;
     g->group_id[0] = index % L->grid[0];
     g->group_id[1] = index / L->grid[0] % L->grid[1];
     g->group_id[2] = index / L->grid[0] / L->grid[1];
@@ -762,20 +864,24 @@ static void run_group(Group *g, u64 index) {
         }
         for (size_t r = (size_t)L->num_constants * W; r < (size_t)L->num_registers * W; r++) w->registers[r] = POISON;
     }
-    for (;;) {
-        i32 order[MAX_WAVES], waiting = 0, ended = 0;
-        for (i32 i = 0; i < g->num_waves; i++) order[i] = L->schedule == 1 ? g->num_waves - 1 - i : i;
-        if (L->schedule > 1)
-            for (i32 i = g->num_waves - 1; i > 0; i--) {
-                g->random = g->random * 6364136223846793005ull + 1442695040888963407ull;
-                i32 j = (g->random >> 33) % (i + 1), t = order[i];
-                order[i] = order[j]; order[j] = t;
-            }
-        for (i32 i = 0; i < g->num_waves; i++)
-            if (g->waves[order[i]].state == 0) run_wave(g, &g->waves[order[i]]);
-        if (atomic_load(&L->stop)) return;
-        for (i32 i = 0; i < g->num_waves; i++) { waiting += g->waves[i].state == 1; ended += g->waves[i].state == 2; }
-        if (!waiting) break;
+}
+
+/* Let every wave of the workgroup run once, and release a full barrier; 1 when the workgroup has ended. */
+static int step_group(Group *g) {
+    Launch *L = g->launch;
+    i32 order[MAX_WAVES], waiting = 0, ended = 0;
+    for (i32 i = 0; i < g->num_waves; i++) order[i] = L->schedule == 1 ? g->num_waves - 1 - i : i;
+    if (L->schedule > 1)
+        for (i32 i = g->num_waves - 1; i > 0; i--) {
+            i32 j = next_random(g) % (i + 1), t = order[i];
+            order[i] = order[j]; order[j] = t;
+        }
+    for (i32 i = 0; i < g->num_waves; i++)
+        if (g->waves[order[i]].state == 0) run_wave(g, &g->waves[order[i]]);
+    if (atomic_load(&L->stop)) return 1;
+    for (i32 i = 0; i < g->num_waves; i++) { waiting += g->waves[i].state == 1; ended += g->waves[i].state == 2; }
+    if (waiting + ended < g->num_waves) return 0; /* some have used up their turn */
+    if (waiting) {
         if (ended) /* some waves left for good while others wait at a barrier */
             for (i32 i = 0; i < g->num_waves; i++)
                 if (g->waves[i].state == 1) { report(g, F_BARRIER, g->waves[i].barrier_line, &g->waves[i], 0, 0, -1, -1, 1); break; }
@@ -785,21 +891,22 @@ static void run_group(Group *g, u64 index) {
             w->copy_published = w->copy_done;
             if (w->state == 1) { w->state = 0; w->epoch++; carry_reads(g, w); }
         }
+        return 0;
     }
     for (i32 i = 0; i < g->num_waves; i++) { /* copies that nothing waited for */
         Wave *w = &g->waves[i];
         if (w->copy_count) report(g, F_WAIT, w->copies[w->copy_head].line, w, 0, w->copies[w->copy_head].lds, -1, -1, 2);
     }
+    return 1;
 }
 
 static pthread_mutex_t merge = PTHREAD_MUTEX_INITIALIZER;
 
-static void *worker(void *argument) {
-    Launch *L = argument;
+static Group *new_group(Launch *L, u64 seed) {
     Group *g = calloc(1, sizeof *g);
     u32 threads = L->block[0] * L->block[1] * L->block[2];
     g->launch = L;
-    g->random = L->schedule;
+    g->random = seed;
     g->num_waves = (threads + W - 1) / W;
     g->lds = aligned_alloc(64, (L->lds_bytes + 127) / 64 * 64);
     g->shadow = malloc(sizeof(Shadow) * (L->lds_bytes / 4 + 2));
@@ -810,12 +917,11 @@ static void *worker(void *argument) {
         g->waves[i].site_seq = malloc(sizeof(u32) * (L->num_sites + 1));
         g->waves[i].reads = malloc(sizeof(struct Read) * MAX_READS);
     }
-    for (;;) {
-        u64 index = atomic_fetch_add(&L->next, 1);
-        if (index >= L->num_workgroups || atomic_load(&L->stop)) break;
-        run_group(g, L->first_workgroup + index);
-        atomic_fetch_add(&L->done, 1);
-    }
+    return g;
+}
+
+static void end_group(Group *g) { /* adds what it counted and found to the launch */
+    Launch *L = g->launch;
     pthread_mutex_lock(&merge);
     for (i32 i = 0; i < C_COUNTERS; i++) L->counters[i] += g->counters[i];
     for (i32 i = 0; i < g->num_findings; i++) {
@@ -829,6 +935,49 @@ static void *worker(void *argument) {
     pthread_mutex_unlock(&merge);
     for (i32 i = 0; i < g->num_waves; i++) { free(g->waves[i].registers); free(g->waves[i].copies); free(g->waves[i].site_seq); free(g->waves[i].reads); }
     free(g->lds); free(g->shadow); free(g->findings); free(g);
+}
+
+/* A host thread: takes the launch's workgroups in order. A workgroup whose waves have all used up their turns may be waiting for another one
+ * (split-K, stream-K): it is put aside, up to MAX_RESIDENT of them, and the thread goes on with the next. */
+static void *worker(void *argument) {
+    Launch *L = argument;
+    Group *resident[MAX_RESIDENT], *spare = NULL;
+    i32 count = 0, turn = 0, more = 1;
+    u64 seed = L->schedule + 1, seen = 0;
+    i32 idle = 0;
+    while (!atomic_load(&L->stop)) {
+        if (more && count < MAX_RESIDENT) {
+            u64 index = atomic_fetch_add(&L->next, 1);
+            if (index >= L->num_workgroups) { more = 0; continue; }
+            Group *g = spare ? spare : new_group(L, seed++);
+            spare = NULL;
+            start_group(g, L->first_workgroup + index);
+            resident[count] = g;
+            turn = count++;
+        }
+        if (!count) break;
+        Group *g = resident[turn];
+        int ended = 0;
+        u64 before, wrote = g->counters[C_GLOBAL_WRITE_BYTES], epoch = g->waves[0].epoch;
+        do { /* as long as it gets on from barrier to barrier */
+            before = g->waves[0].epoch;
+            ended = step_group(g);
+        } while (!ended && g->waves[0].epoch != before);
+        if (ended) {
+            atomic_fetch_add(&L->done, 1);
+            resident[turn] = resident[--count];
+            if (spare) end_group(g); else spare = g;
+        }
+        if (ended || g->waves[0].epoch != epoch || g->counters[C_GLOBAL_WRITE_BYTES] != wrote) atomic_fetch_add(&L->progress, 1);
+        if (seen != atomic_load(&L->progress)) { seen = atomic_load(&L->progress); idle = 0; }
+        else if (!more && ++idle > IDLE_TURNS * count) {
+            report(g, F_LIMIT, L->code[g->waves[0].pc + 1], &g->waves[0], 0, 0, -1, -1, 3);
+            atomic_store(&L->stop, 1);
+        }
+        turn = count ? (turn + 1) % count : 0;
+    }
+    while (count) end_group(resident[--count]);
+    if (spare) end_group(spare);
     return NULL;
 }
 
@@ -836,16 +985,21 @@ static void *worker(void *argument) {
 int fourwave_sim_run(Launch *L) {
     u32 threads = L->block[0] * L->block[1] * L->block[2];
     if ((threads + W - 1) / W > MAX_WAVES || !threads) return 1;
-    i32 n = L->num_threads;
+    for (i32 i = 0; i < L->num_allocations && L->checks >> F_GLOBAL & 1; i++) { /* untouched pages cost nothing */
+        Allocation *a = &L->allocations[i];
+        void *words = mmap(NULL, ((a->hi - a->lo) / 4 + 2) * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        a->writers = words == MAP_FAILED ? NULL : words;
+    }
+    i32 n = L->num_threads, started = 0;
     if ((u64)n > L->num_workgroups) n = (i32)L->num_workgroups;
-    if (n <= 1) { worker(L); return 0; }
-    pthread_t *ids = malloc(sizeof(pthread_t) * n);
-    i32 started = 0;
+    pthread_t *ids = malloc(sizeof(pthread_t) * (n + 1));
     for (; started < n - 1; started++)
         if (pthread_create(&ids[started], NULL, worker, L)) break;
     worker(L);
     for (i32 i = 0; i < started; i++) pthread_join(ids[i], NULL);
     free(ids);
+    for (i32 i = 0; i < L->num_allocations; i++)
+        if (L->allocations[i].writers) munmap(L->allocations[i].writers, ((L->allocations[i].hi - L->allocations[i].lo) / 4 + 2) * 8);
     return 0;
 }
 

@@ -17,7 +17,8 @@ from .report import KINDS, Launch, Report, finding_from_raw
 
 LDS_CAPACITY = {"gfx942": 64 << 10, "gfx950": 160 << 10}
 _MAX_FINDINGS = 128
-CHECKS = ("memory", "init", "race", "wait", "barrier")
+COMPLETIONS = ("late", "early", "random")
+CHECKS = ("memory", "init", "race", "wait", "barrier", "global")
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Options:
     def __post_init__(self) -> None:
         if unknown := set(self.checks) - set(CHECKS):
             raise ValueError(f"checks={sorted(unknown)} are not known; the checks are {', '.join(CHECKS)}")
-        if self.completion not in ("late", "early"):
-            raise ValueError(f"completion={self.completion!r}; it can be 'late' or 'early'")
+        if self.completion not in COMPLETIONS:
+            raise ValueError(f"completion={self.completion!r}; it can be {', '.join(COMPLETIONS)}")
         if self.schedule not in ("forward", "reverse") and not self.schedule.startswith("random"):
             raise ValueError(
                 f"schedule={self.schedule!r}; it can be 'forward', 'reverse' or 'random:SEED' (SEED an int above 1)"
@@ -127,7 +128,7 @@ def run(
         allocations=ctypes.addressof(allocations),
         num_allocations=len(allocations),
         checks=sum(1 << KINDS.index(c) for c in (*options.checks, "limit")),
-        completion=int(options.completion == "early"),
+        completion=COMPLETIONS.index(options.completion),
         schedule=options.schedule_code,
         num_threads=options.threads or os.cpu_count() or 1,
         first_workgroup=chosen.start,

@@ -36,7 +36,10 @@ NUM_COUNTERS = 16
 
 
 class Allocation(ctypes.Structure):
-    _fields_ = [("lo", ctypes.c_uint64), ("hi", ctypes.c_uint64), ("writable", ctypes.c_int32), ("id", ctypes.c_int32)]
+    _fields_ = [
+        ("lo", ctypes.c_uint64), ("hi", ctypes.c_uint64), ("writable", ctypes.c_int32), ("id", ctypes.c_int32),
+        ("writers", ctypes.c_void_p), ("written", ctypes.c_int32), ("pad", ctypes.c_int32),
+    ]  # fmt: skip
 
 
 class RawFinding(ctypes.Structure):
@@ -61,7 +64,7 @@ class RawLaunch(ctypes.Structure):
         ("lds_banks", ctypes.c_int32),
         ("findings", ctypes.c_void_p), ("max_findings", ctypes.c_int32), ("num_findings", ctypes.c_int32),
         ("counters", ctypes.c_uint64 * NUM_COUNTERS),
-        ("next", ctypes.c_uint64), ("done", ctypes.c_uint64), ("stop", ctypes.c_int32),
+        ("next", ctypes.c_uint64), ("done", ctypes.c_uint64), ("progress", ctypes.c_uint64), ("stop", ctypes.c_int32),
     ]  # fmt: skip
 
 

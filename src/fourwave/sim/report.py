@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 # Order of core.c's F_ constants; also the names for session(checks=...).
-KINDS = ("memory", "init", "race", "wait", "barrier", "limit")
+KINDS = ("memory", "init", "race", "wait", "barrier", "limit", "global")
 
 _TEXT: dict[tuple[str, int], str] = {
     ("memory", 0): "reads global memory outside every allocation of the launch",
@@ -18,6 +18,8 @@ _TEXT: dict[tuple[str, int], str] = {
     ("memory", 5): "a buffer resource with a stride; only raw buffers (stride 0) are modelled",
     ("memory", 6): "a copy to LDS that straddles the end of its buffer resource",
     ("memory", 7): "a copy to LDS whose LDS address differs between lanes; the hardware uses the first lane's",
+    ("memory", 20): "an atomic operation at an address that is not a multiple of its size",
+    ("memory", 21): "accesses private memory past the kernel's own",
     ("init", 0): "reads LDS that nothing has written",
     ("race", 0): "reads LDS that another wave wrote with no completed write and barrier in between",
     ("race", 1): "writes LDS that another wave read since the last barrier",
@@ -32,6 +34,11 @@ _TEXT: dict[tuple[str, int], str] = {
     ("barrier", 3): "an unreachable instruction was reached",
     ("limit", 0): "the step limit was reached; the launch was stopped",
     ("limit", 1): "branches nest too deep for the simulator",
+    ("limit", 3): "no workgroup gets on: they wait for something that none of them will do",
+    ("global", 0): "writes global memory that another workgroup wrote in this launch",
+    ("global", 1): "writes global memory that another wave of the workgroup wrote with no barrier in between",
+    ("global", 2): "reads global memory that another workgroup wrote in this launch, with no atomic or ordered access before",
+    ("global", 3): "reads global memory that another wave of the workgroup wrote with no barrier in between",
     ("limit", 2): "internal: an opcode the core does not know",
 }  # fmt: skip
 _ADVICE = {
@@ -40,6 +47,7 @@ _ADVICE = {
     "race": "put the write's wait (vmcnt for copies, lgkmcnt for LDS stores) and a barrier between the two",
     "wait": "wait for the copy (s_waitcnt vmcnt) before this, and let a barrier follow where another wave issued it",
     "barrier": "let every lane and every wave pass every barrier equally often, tails included",
+    "global": "give each element one writer, or order the two by a barrier (one workgroup) or an atomic flag (several)",
     "limit": "look for a loop that cannot end",
 }
 

@@ -12,6 +12,8 @@ from .base import Lowering, Value, handles
 def _load(k: Lowering, o: Any) -> Value:
     t, pointer, space = k.result_type(o), k.operand(o, 0), k.operand_type(o, 0).space
     bytes_, out = k.memory_bytes(t), [k.b.new() for _ in range(dwords(t))]
+    if k.integer_attribute(o, "ordering") and space != 3:
+        k.emit("ORDERED")
     for at, size, first, n in k.pieces(bytes_):
         if space == 3:
             k.emit("LDS_LOAD", at, pointer[0], size, 0, out[first : first + n])
@@ -30,6 +32,8 @@ def _store(k: Lowering, o: Any) -> Value:
         k.operand(o, 1),
         k.operand_type(o, 1).space,
     )
+    if k.integer_attribute(o, "ordering") and space != 3:
+        k.emit("ORDERED")
     for at, size, first, n in k.pieces(k.memory_bytes(t)):
         if space == 3:
             k.emit("LDS_STORE", at, pointer[0], size, list(value[first : first + n]))

@@ -1,0 +1,113 @@
+"""Order between waves and workgroups: completion and schedule options, workgroups that wait for each other, races through global memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from machine import launch, lower  # tests/sim/machine.py
+
+from fourwave import sim
+from fourwave.ops.gemm.config import default_config
+from fourwave.ops.gemm.problem import GemmProblem
+
+pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
+
+# Workgroup 0 writes a value, then a flag; the others spin on the flag, then copy the value.
+HANDSHAKE = """
+  %zero = llvm.mlir.constant(0 : i32) : i32
+  %one = llvm.mlir.constant(1 : i32) : i32
+  %seven = llvm.mlir.constant(7 : i32) : i32
+  %g = rocdl.workgroup.id.x : i32
+  %first = llvm.icmp "eq" %g, %FIRST : i32
+  llvm.cond_br %first, ^write, ^wait
+^write:
+  llvm.store %seven, %value : i32, !llvm.ptr<1>
+  llvm.store %one, %flag atomic syncscope("agent") release {alignment = 4 : i64} : i32, !llvm.ptr<1>
+  llvm.br ^end
+^wait:
+  %f = llvm.load FLAG
+  %ready = llvm.icmp "eq" %f, %one : i32
+  llvm.cond_br %ready, ^read, ^wait
+^read:
+  %v = llvm.load %value : !llvm.ptr<1> -> i32
+  %to = llvm.getelementptr %out[%g] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, i32
+  llvm.store %v, %to : i32, !llvm.ptr<1>
+  llvm.br ^end
+^end:
+"""
+ORDERED_FLAG = '%flag atomic syncscope("agent") acquire {alignment = 4 : i64} : !llvm.ptr<1> -> i32'
+PLAIN_FLAG = "%flag : !llvm.ptr<1> -> i32"
+
+
+def handshake(flag: str, writer: int, groups: int, **options):
+    body = HANDSHAKE.replace("%FIRST", "%writer").replace("FLAG", flag)
+    body = f"  %writer = llvm.mlir.constant({writer} : i32) : i32\n" + body
+    out, value, flag_word = (np.zeros(n, dtype=np.int32) for n in (groups, 1, 1))
+    program = lower(body, "%out: !llvm.ptr<1>, %value: !llvm.ptr<1>, %flag: !llvm.ptr<1>")
+    report = launch(program, out, value, flag_word, grid=groups, block=1, expect=None, **options)
+    return out, report
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("writer", [0, 5])
+def test_workgroups_that_wait_for_a_later_one_get_on(writer, threads):
+    out, report = handshake(ORDERED_FLAG, writer, 6, threads=threads)
+    assert out.tolist() == [0 if g == writer else 7 for g in range(6)]
+    assert not report.findings, report
+
+
+def test_waiting_for_what_never_comes_is_reported():
+    _, report = handshake(ORDERED_FLAG, 99, 3, threads=1)
+    assert [f.kind for f in report.findings] == ["limit"]
+    assert "no workgroup gets on" in report.findings[0].message
+
+
+def test_reading_what_another_workgroup_wrote_without_an_ordered_access_is_reported():
+    _, report = handshake(PLAIN_FLAG, 0, 3, threads=1)
+    assert {f.kind for f in report.findings} == {"global"}
+    assert any("no atomic or ordered access" in f.message for f in report.findings)
+
+
+TWO_WRITERS = """
+  %t = rocdl.workitem.id.x : i32
+  %g = rocdl.workgroup.id.x : i32
+  %i = llvm.mul %g, %step : i32
+  %j = llvm.add %i, %t : i32
+  %to = llvm.getelementptr %out[%j] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, i16
+  %h = llvm.trunc %j : i32 to i16
+  llvm.store %h, %to : i16, !llvm.ptr<1>
+"""
+
+
+@pytest.mark.parametrize(("step", "overlap"), [(64, False), (63, True), (1, True)])
+def test_two_workgroups_that_write_the_same_element_are_reported(step, overlap):
+    out = np.zeros(64 * 4, dtype=np.int16)
+    program = lower(f"  %step = llvm.mlir.constant({step} : i32) : i32\n" + TWO_WRITERS, "%out: !llvm.ptr<1>")
+    report = launch(program, out, grid=3, expect="global" if overlap else "")
+    assert all("another workgroup wrote" in f.message for f in report.findings)
+    launch(program, out, grid=3, checks=("memory",))
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+def test_completion_and_schedule_do_not_change_a_result(arch, layout):
+    from fourwave.ops.gemm import amd
+
+    M, N, K = 70, 70, 200
+    generator = torch.Generator().manual_seed(5)
+    a = torch.randn((K, M) if layout == "NT" else (M, K), generator=generator).bfloat16()
+    b = torch.randn((N, K) if layout == "TN" else (K, N), generator=generator).bfloat16()
+    problem = GemmProblem(M, N, K, layout, a.dtype, b.dtype, torch.float32, None, None, False, "cpu")
+    config, _ = default_config(problem, arch)
+    results = []
+    for completion in ("late", "early", "random"):
+        for schedule in ("forward", "reverse", "random:7"):
+            out = torch.full((M, N), float("nan"))
+            with sim.session(arch, completion=completion, schedule=schedule) as report:
+                amd.run(problem, config, arch, a, b, out)
+            assert not report.findings, report
+            results.append(out)
+    assert not results[0].isnan().any()
+    for other in results[1:]:
+        assert np.array_equal(results[0].numpy().view(np.uint32), other.numpy().view(np.uint32))
