@@ -20,6 +20,7 @@ from fourwave.testing.cases import CaseResult, GemmCase
 from fourwave.testing.shapes import GEMM_SHAPES
 
 SIM_MISSING = registry.get("sim:gfx950").unavailable()
+NO_GPU = registry.get("flydsl").unavailable()
 needs_sim = pytest.mark.skipif(SIM_MISSING is not None, reason=f"simulator: {SIM_MISSING}")
 
 
@@ -284,6 +285,12 @@ def test_check_passes_when_every_row_does(monkeypatch):
 def test_check_refuses_unknown_words(arguments, said):
     result = invoke("check", *arguments)
     assert result.exit_code == 2 and said in words(result)
+
+
+@pytest.mark.skipif(NO_GPU is None, reason="an AMD GPU is here: check would run on it")
+def test_check_on_the_gpu_says_what_is_missing():
+    result = invoke("check", "--backend", "flydsl")
+    assert result.exit_code == 2 and str(NO_GPU) in words(result)
 
 
 # progress

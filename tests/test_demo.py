@@ -17,6 +17,7 @@ from fourwave.demo.model import EmbeddingModel
 
 SIM_MISSING = registry.get("sim:gfx950").unavailable()
 needs_sim = pytest.mark.skipif(SIM_MISSING is not None, reason=f"simulator: {SIM_MISSING}")
+NO_GPU = registry.get("flydsl").unavailable()
 TWO = ("A cat sleeps on the sofa.", "The kitten naps on the couch.")
 
 
@@ -143,6 +144,7 @@ def test_command_takes_stdin_and_says_what_was_truncated(tmp_path):
         (["--file", "no-such-file"], "cannot read no-such-file"),
         (["-"], "at least one sentence"),
         (["--backend", "nonsense"], "nonsense"),
+        pytest.param(["--backend", "flydsl"], str(NO_GPU), marks=pytest.mark.skipif(NO_GPU is None, reason="GPU")),
     ],
 )
 def test_command_refuses_what_it_cannot_do(arguments, said):

@@ -12,6 +12,7 @@ import torch
 from fourwave.backends import registry
 from fourwave.demo.linear import LinearRecord, replace_linears
 from fourwave.demo.model import EmbeddingModel
+from fourwave.errors import BackendUnavailable
 
 MIN_COSINE = 0.999  # of an embedding to its full-precision one
 
@@ -65,9 +66,15 @@ class DemoResult:
 
 
 def choose_backend(requested: str) -> tuple[str, str]:
-    """(backend, why). "auto" means an AMD GPU when FlyDSL can use one, else the simulated gfx950 kernel."""
+    """(backend, why). "auto" means an AMD GPU when FlyDSL can use one, else the simulated gfx950 kernel.
+
+    Raises ValueError for an unknown name, BackendUnavailable for a named backend that cannot run here.
+    """
     if requested != "auto":
-        return requested, "asked for"
+        backend = registry.get(requested)
+        if reason := backend.unavailable():
+            raise BackendUnavailable(f"backend {requested!r} was asked for and cannot run here: {reason}")
+        return backend.name, "asked for"
     reason = registry.get("flydsl").unavailable()
     if reason is None:
         return "flydsl", "a supported AMD GPU is there"
