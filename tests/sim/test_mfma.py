@@ -63,7 +63,8 @@ class Form:
         out = np.zeros((*a.shape[:-2], 64, self.per_lane), self.dtype)
         for i in range(self.rows):
             for k in range(self.depth):
-                out[(..., *self.place(i, k))] = a[..., i, k]
+                lane, e = self.place(i, k)
+                out[..., lane, e] = a[..., i, k]
         return out
 
     def spread_b(self, b: np.ndarray) -> np.ndarray:
@@ -74,14 +75,16 @@ class Form:
         out = np.zeros((*c.shape[:-2], 64, self.results), np.float32)
         for i in range(self.rows):
             for j in range(self.rows):
-                out[(..., *self.result(i, j))] = c[..., i, j]
+                lane, r = self.result(i, j)
+                out[..., lane, r] = c[..., i, j]
         return out
 
     def gather_d(self, d: np.ndarray) -> np.ndarray:
         out = np.zeros((*d.shape[:-2], self.rows, self.rows), np.float32)
         for i in range(self.rows):
             for j in range(self.rows):
-                out[..., i, j] = d[(..., *self.result(i, j))]
+                lane, r = self.result(i, j)
+                out[..., i, j] = d[..., lane, r]
         return out
 
     def run(self, a: np.ndarray, b: np.ndarray, c: np.ndarray, arch: str) -> np.ndarray:
@@ -199,8 +202,8 @@ def test_each_slot(form: Form, arch: str) -> None:
     Then the same for B. The other operand holds its k in one run and its row or column in the other."""
     slots = [(lane, e) for lane in range(64) for e in range(form.per_lane)]
     hot = np.zeros((len(slots), 64, form.per_lane), form.dtype)
-    for g, slot in enumerate(slots):
-        hot[(g, *slot)] = 1
+    for g, (lane, e) in enumerate(slots):
+        hot[g, lane, e] = 1
     owner = {form.place(i, k): (i, k) for i in range(form.rows) for k in range(form.depth)}
     assert len(owner) == len(slots)
     k_of, x_of = np.meshgrid(np.arange(1, form.depth + 1), np.arange(1, form.rows + 1), indexing="ij")  # [k, column]
@@ -208,13 +211,13 @@ def test_each_slot(form: Form, arch: str) -> None:
     for numbers in (k_of, x_of):
         other = np.broadcast_to(form.spread_b(numbers), hot.shape)
         d = form.gather_d(form.run(hot, other, zero, arch))
-        e = form.gather_d(form.run(other, hot, zero, arch))
+        f = form.gather_d(form.run(other, hot, zero, arch))
         for g, slot in enumerate(slots):
             index, k = owner[slot]
             want = np.zeros((form.rows, form.rows), np.float32)
             want[index] = numbers[k]
             np.testing.assert_array_equal(d[g], want, err_msg=f"A, lane {slot[0]}, element {slot[1]}")
-            np.testing.assert_array_equal(e[g], want.T, err_msg=f"B, lane {slot[0]}, element {slot[1]}")
+            np.testing.assert_array_equal(f[g], want.T, err_msg=f"B, lane {slot[0]}, element {slot[1]}")
 
 
 @each
@@ -302,13 +305,13 @@ def test_subnormal_operands_and_results_are_kept(form: Form, arch: str) -> None:
 
 @pytest.mark.parametrize("form", [f for f in FORMS if f.archs == NEW], ids=lambda f: f.name)
 def test_doubled_k_does_not_exist_on_gfx942(form: Form) -> None:
-    with pytest.raises(UnknownOperation, match="kernel.py:40: .*gfx942 does not have it"):
+    with pytest.raises(UnknownOperation, match=r"kernel\.py:40: .*gfx942 does not have it"):
         form.program("gfx942")
 
 
 @pytest.mark.parametrize("modifiers", ["1, 0, none", "0, 1, none", "0, 0, bcast_first_32"])
 def test_broadcast_modifiers_raise(modifiers: str) -> None:
-    with pytest.raises(UnknownOperation, match="kernel.py:40"):
+    with pytest.raises(UnknownOperation, match=r"kernel\.py:40"):
         FORMS[2].program("gfx942", modifiers)
 
 
