@@ -34,7 +34,6 @@ TOOLS = (  # what, what is looked for, what it is for
     ("C compiler", "$CC, cc, gcc, clang, ziglang", "builds the simulator's core, once per machine"),
     ("lld", "$ROCM_PATH's or ld.lld-19 and newer", "links AMD code objects (--isa); the simulator needs none"),
 )
-BACKENDS = ("native", "flydsl", "sim:gfx950", "sim:gfx942")
 
 
 def attempt(ask: Callable[[], str]) -> str:
@@ -112,7 +111,7 @@ def backends() -> dict[str, str | None]:
     from fourwave.backends import registry
 
     answers: dict[str, str | None] = {}
-    for spec in BACKENDS:
+    for spec in registry.names():
         try:
             answers[spec] = registry.get(spec).unavailable()
         except Exception as error:  # as in attempt
@@ -179,7 +178,7 @@ def run_doctor(json: Path | None) -> None:
     try:
         answers = backends()
     except Exception as error:  # as in attempt
-        answers = {spec: f"failed to ask: {type(error).__name__}: {error}" for spec in BACKENDS}
+        answers = {"(all)": f"failed to ask: {type(error).__name__}: {error}"}
     for spec, reason in answers.items():
         table.add_row(spec, "[green]usable[/]" if reason is None else "[yellow]no[/]", escape(reason or ""))
     out.show(console, table, "Backends")

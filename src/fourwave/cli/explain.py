@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 import typer
 from rich.markup import escape
 
-from fourwave.backends import registry
 from fourwave.cli import console as out
 from fourwave.cli import names
 from fourwave.ops.gemm.api import explain_problem
@@ -50,11 +50,9 @@ def run_explain(
     if sizes is None:
         out.fail("give M, N and K: fourwave explain gemm 4096 4096 4096")
     (chosen,) = names.layouts([layout or "TN"])
-    on_gpu = registry.get("flydsl").unavailable() is None
+    on_gpu = torch.cuda.is_available() and not _simulated(backend)
     m, n, k = sizes
-    problem = GemmProblem(
-        m, n, k, chosen, operands, operands, result, device_type="cuda" if on_gpu and not _simulated(backend) else "cpu"
-    )
+    problem = GemmProblem(m, n, k, chosen, operands, operands, result, device_type="cuda" if on_gpu else "cpu")
     try:
         explanation = explain_problem(problem, backend=backend)
     except ValueError as error:

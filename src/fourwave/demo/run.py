@@ -66,7 +66,7 @@ class DemoResult:
 
 
 def choose_backend(requested: str) -> tuple[str, str]:
-    """(backend, why). "auto" means an AMD GPU when FlyDSL can use one, else the simulated gfx950 kernel.
+    """(backend, why). "auto" means kernels on a GPU where a backend has them, else the simulated gfx950 kernel.
 
     Raises ValueError for an unknown name, BackendUnavailable for a named backend that cannot run here.
     """
@@ -75,10 +75,15 @@ def choose_backend(requested: str) -> tuple[str, str]:
         if reason := backend.unavailable():
             raise BackendUnavailable(f"backend {requested!r} was asked for and cannot run here: {reason}")
         return backend.name, "asked for"
-    reason = registry.get("flydsl").unavailable()
-    if reason is None:
-        return "flydsl", "a supported AMD GPU is there"
-    return "sim:gfx950", f"no GPU to use: {reason}"
+    for name in filter(on_gpu, registry.names()):
+        if registry.get(name).unavailable() is None:
+            return name, "its GPU is here"
+    return "sim:gfx950", "no GPU that the kernels run on; fourwave doctor says more"
+
+
+def on_gpu(backend: str) -> bool:
+    """Whether this backend takes operands on a GPU only."""
+    return backend != "native" and not backend.startswith("sim")
 
 
 def run(
@@ -95,7 +100,7 @@ def run(
     """
     simulated = backend.partition(":")[0] == "sim"
     start = time.perf_counter()
-    embedder = EmbeddingModel.load("cuda" if backend == "flydsl" else "cpu")
+    embedder = EmbeddingModel.load("cuda" if on_gpu(backend) else "cpu")
     lengths = embedder.count_tokens(sentences)
     batches = embedder.batches(sentences)
     reference = embedder.embed(batches)
