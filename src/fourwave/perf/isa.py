@@ -98,7 +98,9 @@ def find_linker() -> str | None:
     return next((path for name in LINKERS if (path := shutil.which(name))), None)
 
 
-def compile_isa(problem: GemmProblem, config: GemmConfig | None, arch: str, *, vectorised: bool = True) -> CompiledKernel:
+def compile_isa(
+    problem: GemmProblem, config: GemmConfig | None, arch: str, *, vectorised: bool = True
+) -> CompiledKernel:
     """Compile the FlyDSL GEMM kernel for problem and config (None: the default) and read its assembly.
 
     vectorised: the variant for N % 8 == 0 and aligned rows of out; otherwise the one that stores single elements.
@@ -232,7 +234,9 @@ def _main_loop(text, tile_k):
     best: list[str] = []
     best_mfma = 0
     for first, last in _loops(lines):
-        body = [m[0].strip() for line in lines[first : last + 1] if (m := re.match(r"\t[a-z][a-z0-9_]+(\s[^;]*)?", line))]
+        body = [
+            m[0].strip() for line in lines[first : last + 1] if (m := re.match(r"\t[a-z][a-z0-9_]+(\s[^;]*)?", line))
+        ]
         mfma = sum(line.startswith("v_mfma") for line in body)
         if mfma > best_mfma:
             best, best_mfma = body, mfma

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, minimum, select
+from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, keep_order, minimum, select
 from fourwave.blocks.flydsl.tiles import MMA_M, MMA_N
 
 
@@ -101,3 +101,5 @@ def store_tile(acc, epi, out, bias, alpha, m0, n0, M, N, geo, wave_m, wave_n, la
                 if epi.accumulate:
                     result = result + out_buffer.load(offset, width, epi.out_dtype).to(fx.Float32)
                 out_buffer.store(result.to(epi.out_dtype), offset)
+            # One run at a time: the compiler would load and convert everything first, and have no registers for it.
+            keep_order()

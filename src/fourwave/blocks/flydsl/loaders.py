@@ -7,7 +7,15 @@ offsets inside one step are fixed per lane. Rows past the operand and k past K r
 
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, lds_read, lds_read_transposed, lds_write, minimum, select
+from fourwave.blocks.flydsl.memory import (
+    OUT_OF_RANGE,
+    Buffer,
+    lds_read,
+    lds_read_transposed,
+    lds_write,
+    minimum,
+    select,
+)
 from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, MMA_M, SLICE_K, WAVE, WORKGROUP
 
 

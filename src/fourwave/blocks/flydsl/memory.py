@@ -74,7 +74,12 @@ class Buffer:
 
     @dsl_loc_tracing
     def load(self, offset, count, dtype):
-        """count elements of dtype per lane, in registers."""
+        """count elements of dtype per lane, in registers; more than 16 bytes take two loads."""
+        size = count * dtype.width // 8
+        if size > 16:
+            half = count // 2
+            low, high = self.load(offset, half, dtype), self.load(offset + size // 2, half, dtype)
+            return low.shuffle(high, list(range(count)))
         result = vector_type(count, dtype) if count > 1 else dtype.ir_type
         value = _rocdl.raw_ptr_buffer_load(result, self.rsrc, _i32(offset), _i32(0))
         return fx.Vector(value) if count > 1 else fx.Vector.filled(1, dtype(value), dtype)

@@ -70,9 +70,10 @@ class WaveMma:
         return [fx.Vector.filled(ACC_PER_LANE, 0.0, fx.Float32) for _ in range(self.frags_m * self.frags_n)]
 
     def step(self, a, b, acc):
+        """The fragments b[j] are finished with one by one, which frees their registers for those of the next slice."""
         out = list(acc)
-        for part in range(self.parts):
-            for j in range(self.frags_n):
+        for j in range(self.frags_n):
+            for part in range(self.parts):
                 for i in range(self.frags_m):
                     index = i * self.frags_n + j
                     out[index] = self._mfma(self._part(b[j], part), self._part(a[i], part), out[index])

@@ -234,9 +234,9 @@ class Geometry:
 
 
 _READ_B128_LANES = {
-    64: [[*range(0, 4), *range(12, 16), *range(20, 28)], [*range(4, 12), *range(16, 20), *range(28, 32)]],
+    64: [[*range(4), *range(12, 16), *range(20, 28)], [*range(4, 12), *range(16, 20), *range(28, 32)]],
     32: [
-        [*range(0, 4), *range(20, 24)],
+        [*range(4), *range(20, 24)],
         [*range(4, 8), *range(16, 20)],
         [*range(8, 12), *range(28, 32)],
         [*range(12, 16), *range(24, 28)],

@@ -45,16 +45,16 @@ def build_launcher(spec: Specialisation):
     from fourwave.blocks.flydsl.mma import FORMATS
 
     if spec.arch == "gfx950":
-        from fourwave.ops.gemm import cdna4 as kernel
+        from fourwave.ops.gemm.cdna4 import build
     else:
-        from fourwave.ops.gemm import cdna3 as kernel
+        from fourwave.ops.gemm.cdna3 import build
 
     types = {torch.float32: fx.Float32, torch.bfloat16: fx.BFloat16, torch.float16: fx.Float16, None: None}
     formats = {torch.bfloat16: FORMATS["bf16"], torch.float16: FORMATS["fp16"]}
     epilogue = Epilogue(
         types[spec.out_dtype], types[spec.bias_dtype], spec.activation, spec.accumulate, spec.vectorised
     )
-    return kernel.build(spec.config, spec.layout, formats[spec.dtype], epilogue)
+    return build(spec.config, spec.layout, formats[spec.dtype], epilogue)
 
 
 def placeholder_arguments(spec: Specialisation):
@@ -216,4 +216,3 @@ def _writable(out, tile_m):
     if out.stride(1) != 1 or tile_m * out.stride(0) * out.element_size() >= MAX_TILE_BYTES:
         return None
     return out
-

@@ -141,8 +141,6 @@ def build(config, layout, fmt, epi):
         M: fx.Int32, N: fx.Int32, K: fx.Int32, alpha: fx.Float32, stream: fx.Stream = fx.Stream(None),
     ):  # fmt: skip
         tiles = num_tiles(M, geo.tile_m) * num_tiles(N, geo.tile_n)
-        gemm_cdna3(a, b, out, bias, M, N, K, alpha).launch(
-            grid=(tiles, 1, 1), block=(WORKGROUP, 1, 1), stream=stream
-        )
+        gemm_cdna3(a, b, out, bias, M, N, K, alpha).launch(grid=(tiles, 1, 1), block=(WORKGROUP, 1, 1), stream=stream)
 
     return launch_gemm_cdna3

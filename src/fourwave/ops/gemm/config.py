@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 ARCHS = ("gfx950", "gfx942")
 NUM_CUS = {"gfx950": 256, "gfx942": 304}  # MI350X, MI300X
 MMA = {"gfx950": "16x16x32", "gfx942": "16x16x16"}
-MAX_VMCNT = 63  # loads in flight that s_waitcnt can count
 MAX_TILE_BYTES = 2**31  # one buffer resource: tile rows x row stride
 MAX_EXTENT = 2**31 - 2**12  # sizes are int32, and rounding up to a tile must not overflow
 ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu")
@@ -49,67 +48,67 @@ class GemmConfig:
         )
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    tile_m: int
-    tile_n: int
-    tile_k: int
-    num_stages: int
-    waves_m: int
-    waves_n: int
-    rate: float  # modelled share of the matrix units' rate that a full workgroup reaches; not measured
-
-
-# One workgroup of the 256-wide tile fills a compute unit's registers. Smaller tiles read more LDS and L2 bytes per
-# multiplication, hence the lower rates.
+# tile_m, tile_n, tile_k, num_stages, waves_m, waves_n. One workgroup of the largest tile fills a compute unit's
+# registers. Tiles of few rows are for small M, and give one wave all rows so that no two waves read the same B.
 _CANDIDATES = {
     "gfx950": (
-        _Candidate(256, 256, 32, 4, 2, 2, 1.0),
-        _Candidate(128, 128, 64, 4, 2, 2, 0.7),
-        _Candidate(64, 64, 64, 4, 2, 2, 0.4),
-        _Candidate(32, 128, 128, 3, 1, 4, 0.3),
-        _Candidate(16, 64, 128, 4, 1, 4, 0.15),
+        (256, 256, 32, 4, 2, 2),
+        (128, 128, 64, 4, 2, 2),
+        (64, 64, 64, 4, 2, 2),
+        (32, 128, 128, 3, 1, 4),
+        (16, 64, 128, 4, 1, 4),
     ),
     "gfx942": (
-        _Candidate(256, 256, 32, 2, 2, 2, 1.0),
-        _Candidate(128, 128, 32, 2, 2, 2, 0.7),
-        _Candidate(64, 64, 64, 2, 2, 2, 0.4),
-        _Candidate(32, 128, 64, 2, 1, 4, 0.3),
-        _Candidate(16, 64, 128, 2, 1, 4, 0.15),
+        (256, 256, 32, 2, 2, 2),
+        (128, 128, 32, 2, 2, 2),
+        (64, 64, 64, 2, 2, 2),
+        (32, 128, 64, 2, 1, 4),
+        (16, 64, 128, 2, 1, 4),
     ),
 }
+MATRIX_FLOPS = {"gfx950": 4096, "gfx942": 2048}  # 16-bit, per clock and compute unit: published peaks / CUs / clock
+LOAD_BYTES_PER_CLOCK = 64  # L1 to registers or LDS, per compute unit
+OVERLAP_LOSS = 0.3  # share of the shorter of the two that is not hidden; an assumption, not measured
 
 
 def candidates(arch: str) -> list[GemmConfig]:
     """The configurations that are compiled and tested for arch."""
-    return [
-        GemmConfig(c.tile_m, c.tile_n, c.tile_k, c.num_stages, c.waves_m, c.waves_n, mma=MMA[arch])
-        for c in _CANDIDATES[arch]
-    ]
+    return [GemmConfig(*sizes, mma=MMA[arch]) for sizes in _CANDIDATES[arch]]
+
+
+def modelled_clocks(config: GemmConfig, elem_bytes: int, arch: str) -> tuple[float, float]:
+    """(multiplying, loading): clocks per element of K that one tile takes on one compute unit."""
+    matrix = 2 * config.tile_m * config.tile_n / MATRIX_FLOPS[arch]
+    loading = (config.tile_m + config.tile_n) * elem_bytes / LOAD_BYTES_PER_CLOCK
+    return matrix, loading
 
 
 def default_config(problem: GemmProblem, arch: str) -> tuple[GemmConfig, list[str]]:
     """The configuration used when the caller names none, and the reasons in words.
 
-    Takes the tile with the least modelled time: rounds of workgroups over the compute units, each round as long as
-    one tile takes at the tile's rate. Small M thus gets the tiles with few rows.
+    Takes the tile with the least modelled time: rounds of workgroups over the compute units, times what one tile takes.
+    A large tile loads least per multiplication, but leaves compute units idle where the output is small.
     """
     cus = NUM_CUS[arch]
+    elem_bytes = _elem_bytes(problem)
     best = None
-    for candidate, config in zip(_CANDIDATES[arch], candidates(arch), strict=True):
+    for config in candidates(arch):
         tiles = -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
-        time = -(-tiles // cus) * config.tile_m * config.tile_n / candidate.rate
+        matrix, loading = modelled_clocks(config, elem_bytes, arch)
+        time = -(-tiles // cus) * (max(matrix, loading) + OVERLAP_LOSS * min(matrix, loading))
         if best is None or time < best[0]:
             best = (time, tiles, config)
     assert best is not None
     _, tiles, config = best
+    matrix, loading = modelled_clocks(config, elem_bytes, arch)
     reasons = [
         f"tile {config.tile_m}x{config.tile_n}: {tiles} workgroup(s) for {cus} compute units of {arch}, "
-        f"{-(-tiles // cus)} round(s); the least modelled time of {len(_CANDIDATES[arch])} tiles"
+        f"{-(-tiles // cus)} round(s); the least modelled time of {len(_CANDIDATES[arch])} tiles",
+        f"modelled, not measured: {matrix:g} clocks of multiplying and {loading:g} of loading per element of K",
     ]
-    if config.tile_m < 64:
+    if problem.M <= config.tile_m < 64:
         reasons.append(f"M={problem.M}: taller tiles would multiply rows that do not exist")
-    lds = lds_bytes(config, problem.layout, _elem_bytes(problem), arch)
+    lds = lds_bytes(config, problem.layout, elem_bytes, arch)
     reasons.append(f"{config.num_stages} stages of tile_k={config.tile_k}: {lds} of {LDS_BYTES[arch]} bytes of LDS")
     return config, reasons
 
@@ -213,20 +212,20 @@ def _why_config_unsupported(problem, config, arch):
     for tile in (a, b):
         if (reason := tile.problem()) is not None:
             return reason
-    if arch == "gfx950":
-        if config.num_stages < 3:
-            return f"num_stages={config.num_stages}: with fewer than 3 every wait would drain all loads"
-        in_flight = (config.num_stages - 1) * (a.loads + b.loads)
-        if in_flight > MAX_VMCNT:
-            return f"{in_flight} loads in flight: s_waitcnt counts to {MAX_VMCNT}; take fewer stages or smaller tiles"
-    elif config.num_stages != 2:
-        return f"num_stages={config.num_stages}: the gfx942 kernel has 2 LDS buffers and one more tile in registers"
     lds = lds_bytes(config, problem.layout, elem_bytes, arch)
     if lds > LDS_BYTES[arch]:
         return f"{lds} bytes of LDS: {arch} has {LDS_BYTES[arch]} per workgroup"
+    if arch == "gfx950":
+        if config.num_stages < 3:
+            return f"num_stages={config.num_stages}: with fewer than 3 every wait would drain all loads"
+        # 4 KiB of LDS for each load in flight: what fits in LDS is less than s_waitcnt can count.
+    elif config.num_stages != 2:
+        return f"num_stages={config.num_stages}: the gfx942 kernel has 2 LDS buffers and one more tile in registers"
     registers = min_registers(config, elem_bytes, arch)
     if registers > REGISTERS - 48:  # addresses, loop state, epilogue
         return f"at least {registers} registers per lane and 48 for addresses: there are {REGISTERS}"
+    if -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n) >= 2**31:
+        return f"more than 2**31 tiles of {config.tile_m}x{config.tile_n}: take larger ones"
     for what, rows, inner in (
         ("a", config.tile_m if problem.layout != "NT" else config.tile_k, problem.M if problem.layout == "NT" else problem.K),
         ("b", config.tile_n if problem.layout == "TN" else config.tile_k, problem.K if problem.layout == "TN" else problem.N),

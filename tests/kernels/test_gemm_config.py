@@ -1,0 +1,111 @@
+"""Default configurations and the rule for what the kernels support."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fourwave.blocks.flydsl.tiles import LDS_BYTES
+from fourwave.ops.gemm.config import (
+    ARCHS,
+    candidates,
+    default_config,
+    geometry,
+    lds_bytes,
+    min_registers,
+    why_unsupported,
+)
+from fourwave.ops.gemm.problem import GemmProblem
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def problem(M=4096, N=4096, K=4096, layout="TN", **changes):
+    base = GemmProblem(M, N, K, layout, BF16, BF16, BF16)
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_candidates_are_supported(arch, layout):
+    for config in candidates(arch):
+        assert why_unsupported(problem(layout=layout), config, arch) is None, config
+        assert lds_bytes(config, layout, 2, arch) <= LDS_BYTES[arch]
+        assert min_registers(config, 2, arch) < 512
+        geo = geometry(config, layout, 2, arch)
+        assert geo.num_slices * geo.tiles_per_step % 2 == 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("M", "N", "tile"),
+    [
+        (9728, 8192, (256, 256)),  # fills the chip several times
+        (4096, 4096, (256, 256)),  # 256 tiles of 256 x 256: once
+        (2048, 2048, (128, 128)),
+        (1024, 1024, (64, 64)),
+        (512, 512, (16, 64)),
+        (1, 4096, (16, 64)),
+        (16, 4096, (16, 64)),
+    ],
+)
+def test_default_tile_follows_the_size(arch, M, N, tile):
+    config, reasons = default_config(problem(M, N), arch)
+    assert (config.tile_m, config.tile_n) == tile
+    assert any("compute units" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"a_dtype": FP32, "b_dtype": FP32}, "operands"),
+        ({"b_dtype": FP16}, "one type"),
+        ({"out_dtype": torch.float64}, "out is"),
+        ({"bias_dtype": torch.int8}, "bias is"),
+        ({"M": 2**31}, "M="),
+        ({"K": 2**24}, "span"),
+    ],
+)
+def test_unsupported_problems(arch, changes, word):
+    reason = why_unsupported(problem(**changes), None, arch)
+    assert reason is not None and word in reason
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"waves_m": 1}, "four"),
+        ({"tile_m": 16}, "tile_m"),
+        ({"tile_m": 512}, "at most 256"),
+        ({"tile_k": 48}, "tile_k"),
+        ({"tile_k": 256}, "LDS"),
+        ({"num_stages": 1}, "num_stages"),
+        ({"mma": "4x4x4"}, "mma"),
+        ({"group_m": 0}, "group_m"),
+    ],
+)
+def test_unsupported_configs(arch, changes, word):
+    config = dataclasses.replace(candidates(arch)[1], **changes)
+    reason = why_unsupported(problem(), config, arch)
+    assert reason is not None and word in reason
+
+
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+def test_waits_fit_the_counter(layout):
+    """vmcnt counts to 63; LDS limits the loads in flight to fewer."""
+    for config in candidates("gfx950"):
+        geo = geometry(config, layout, 2, "gfx950")
+        assert 0 < (geo.num_stages - 2) * geo.loads_per_tile < (geo.num_stages - 1) * geo.loads_per_tile <= 63
+    assert LDS_BYTES["gfx950"] // 4096 <= 63
+
+
+def test_unknown_arch():
+    assert "gfx90a" in (why_unsupported(problem(), None, "gfx90a") or "")
+
+
+def test_empty_problems_have_no_configuration_to_check():
+    assert why_unsupported(problem(M=0), None, "gfx950") is None

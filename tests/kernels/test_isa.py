@@ -1,0 +1,154 @@
+"""What the compiler makes of the GEMM kernels: no spills, and the main loop as it is designed.
+
+Needs FlyDSL; the assembly needs no linker, code objects do.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import pytest
+import torch
+
+from fourwave.blocks.flydsl.tiles import LDS_BYTES
+from fourwave.ops.gemm.config import ARCHS, candidates, geometry, lds_bytes
+from fourwave.ops.gemm.problem import GemmProblem
+from fourwave.perf import isa
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
+
+LAYOUTS = ("TN", "NN", "NT")
+# The largest tile of each layout and target: where registers are tight. The others are slow tests.
+QUICK = [(arch, layout, 0) for arch in ARCHS for layout in LAYOUTS]
+REST = [(arch, layout, i) for arch in ARCHS for layout in LAYOUTS for i in range(1, 5)]
+ALL = [pytest.param(*case) for case in QUICK] + [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@functools.cache
+def compiled(
+    arch, layout, index, dtype=BF16, out_dtype=BF16, bias_dtype=None, activation=None, accumulate=False, vectorised=True
+):
+    problem = GemmProblem(4096, 4096, 4096, layout, dtype, dtype, out_dtype, bias_dtype, activation, accumulate)
+    return isa.compile_isa(problem, candidates(arch)[index], arch, vectorised=vectorised)
+
+
+@pytest.mark.parametrize(("arch", "layout", "index"), ALL)
+def test_no_spills(arch, layout, index):
+    kernel = compiled(arch, layout, index)
+    print(kernel)
+    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+    assert kernel.vgpr <= 512
+    assert kernel.lds_bytes == lds_bytes(candidates(arch)[index], layout, 2, arch) <= LDS_BYTES[arch]
+
+
+@pytest.mark.parametrize(("arch", "layout", "index"), ALL)
+def test_main_loop_is_as_designed(arch, layout, index):
+    config = candidates(arch)[index]
+    geo = geometry(config, layout, 2, arch)
+    loop = compiled(arch, layout, index).main_loop
+    tiles = geo.tiles_per_step
+    slices = tiles * geo.num_slices
+
+    assert loop.k == tiles * config.tile_k
+    # 16 x 16 x 32 on gfx950; gfx942 needs two instructions for as much.
+    assert loop.mfma == slices * geo.frags_m * geo.frags_n * (1 if arch == "gfx950" else 2)
+    assert loop.barriers == tiles
+    assert loop.stores == 0
+
+    bytes_read = sum(_read_bytes(op) * count for op, count in loop.lds_reads.items())
+    assert bytes_read == slices * (geo.frags_m + geo.frags_n) * 16  # each fragment once, 16 bytes per lane
+    transposing = sum(count for op, count in loop.lds_reads.items() if "_tr_" in op)
+    if arch == "gfx950":
+        fragments = (0 if geo.a.k_contiguous else geo.frags_m) + (0 if geo.b.k_contiguous else geo.frags_n)
+        assert transposing == 2 * fragments * slices
+        assert loop.loads_to_lds == tiles * geo.loads_per_tile
+        assert (loop.loads, loop.lds_writes) == (0, {})
+        # One counted wait for loads per tile, never a full drain.
+        counted = [wait for wait in loop.waits if "vmcnt" in wait]
+        expected = f"vmcnt({(geo.num_stages - 2) * geo.loads_per_tile})"
+        assert len(counted) == tiles and all(expected in wait for wait in counted)
+    else:
+        assert transposing == 0
+        assert loop.loads == tiles * geo.loads_per_tile
+        assert loop.loads_to_lds == 0
+        assert loop.lds_writes == {"ds_write_b128": tiles * geo.loads_per_tile}
+
+
+def _read_bytes(op):
+    """Bytes per lane of an LDS read; two-address forms read twice."""
+    bits = {"b128": 128, "b64": 64, "b32": 32, "u16": 16}
+    size = next(value for key, value in bits.items() if key in op)
+    return size // 8 * (2 if "read2" in op else 1)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_links_to_a_code_object(arch):
+    if isa.find_linker() is None:
+        pytest.skip("no ld.lld (LLVM 19 or newer): code objects cannot be linked")
+    kernel = compiled(arch, "TN", 0)
+    assert kernel.code_object is not None and kernel.code_object[:4] == b"\x7fELF"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": FP16, "out_dtype": BF16, "bias_dtype": FP32, "activation": "gelu", "accumulate": True},
+        {"dtype": FP16, "out_dtype": FP32, "bias_dtype": BF16, "activation": "silu"},
+        {"dtype": BF16, "out_dtype": FP16, "bias_dtype": FP32, "activation": "gelu_tanh", "accumulate": True, "vectorised": False},
+    ],
+    ids=["gelu", "silu", "elementwise"],
+)  # fmt: skip
+def test_epilogues_do_not_spill(arch, layout, options):
+    kernel = compiled(arch, layout, 0, **options)
+    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+
+
+LOOP = """
+	.globl	k
+.LBB0_1:
+	v_mfma_f32_16x16x32_bf16 v[0:3], v[4:7], v[8:11], v[0:3]
+	s_cbranch_scc1 .LBB0_1
+.LBB0_2:
+	s_waitcnt vmcnt(4) lgkmcnt(0)
+	s_barrier
+	buffer_load_dwordx4 v1, s[0:3], 0 offen lds
+	buffer_load_dwordx4 v[4:7], v1, s[0:3], 0 offen
+	ds_read_b128 v[4:7], v2
+	ds_read_b64_tr_b16 v[8:9], v2 offset:8
+	v_mfma_f32_16x16x32_bf16 v[0:3], v[4:7], v[8:11], v[0:3]
+	v_mfma_f32_16x16x32_bf16 a[0:3], v[4:7], v[8:11], a[0:3]
+	v_accvgpr_read_b32 v1, a0
+	v_add_u32_e32 v2, s1, v2
+	s_add_i32 s1, s1, 1
+	s_cbranch_scc1 .LBB0_2
+	s_cbranch_scc0 .LBB0_3
+.LBB0_3:
+	s_endpgm
+    .agpr_count:     4
+    .group_segment_fixed_size: 1024
+    .private_segment_fixed_size: 0
+    .sgpr_count:     8
+    .sgpr_spill_count: 0
+    .vgpr_count:     16
+    .vgpr_spill_count: 3
+"""
+
+
+def test_parse_counts_the_loop_with_most_matrix_instructions():
+    kernel = isa.parse(LOOP, "gfx950", None, "not linked", 64)
+    loop = kernel.main_loop
+    assert (kernel.name, kernel.vgpr, kernel.agpr, kernel.vgpr_spills) == ("k", 16, 4, 3)
+    assert (loop.mfma, loop.k, loop.loads_to_lds, loop.loads, loop.barriers) == (2, 64, 1, 1, 1)
+    assert loop.lds_reads == {"ds_read_b128": 1, "ds_read_b64_tr_b16": 1}
+    assert loop.waits == ["vmcnt(4) lgkmcnt(0)"]
+    assert (loop.valu, loop.copies, loop.salu) == (1, 1, 2)
+
+
+def test_parse_refuses_what_has_no_loop():
+    with pytest.raises(ValueError, match="no loop"):
+        isa.parse(LOOP.replace("v_mfma", "v_add"), "gfx950", None, "", 64)
