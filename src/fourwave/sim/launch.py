@@ -112,7 +112,8 @@ def run(
     chosen = options.workgroups if options.workgroups is not None else range(total)
     if chosen.stop > total:
         raise ValueError(f"workgroups={chosen} goes past the launch's {total}")
-    allocations = memory.as_array()
+    data = [(a.ctypes.data, a.ctypes.data + a.nbytes) for a in program.data]
+    allocations = Memory(memory.ranges + data).as_array() if data else memory.as_array()
     findings = (RawFinding * _MAX_FINDINGS)()
     code = np.ascontiguousarray(program.code)
     raw = RawLaunch(

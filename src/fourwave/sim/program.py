@@ -97,6 +97,7 @@ class Program:
     arch: str
     num_instructions: int
     num_sites: int  # LDS reads, counted statically
+    data: tuple[np.ndarray, ...] = ()  # globals outside LDS; the code holds their addresses
 
 
 class Builder:

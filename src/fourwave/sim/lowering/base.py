@@ -100,6 +100,12 @@ class Lowering:
         self.lds_offsets: dict[str, int] = {}
         self.lds_bytes = 0
         self.dynamic_lds = False
+        self.module = module
+        self.frame: int | None = None  # private.py: first register of the wave's private memory
+        self.frame_bytes = 0
+        self.data: dict[str, Any] = {}  # private.py: globals outside LDS, name -> numpy array of their bytes
+        self.m0: int | None = None  # asm.py: the register that stands for m0
+        self.calls: list[tuple[str, Block, list[int]]] = []  # control.py: functions being lowered in place
         self._place_lds(module)
 
     def _place_lds(self, module: Any) -> None:
@@ -220,11 +226,12 @@ class Lowering:
                 self.types[argument] = t
                 self.values[argument] = tuple(self.b.new() for _ in range(dwords(t)))
         self.by_block = by_block
-        for block in self._dominance_order(mlir_blocks):
-            self.block = by_block[block]
-            self.extracted = {}
-            for op in block.operations:
-                self._lower(op.operation)
+        self.lower_blocks(mlir_blocks)
+        if self.frame is not None:
+            self.b.fixed.append(self.frame)
+            self.b.fixed_values.append(0xFFFFFFFF)
+            for _ in range(self.frame_bytes // 4 - 1):
+                self.b.placeholder(0xFFFFFFFF)
         if self.mutate is not None:
             self.mutate(self.b)
         slot_of = {register: i for i, register in enumerate(self.b.fixed)}
@@ -236,7 +243,15 @@ class Lowering:
             lines=list(self.lines),
             wave_size=WAVE_SIZE[self.arch],
             arch=self.arch,
+            data=tuple(self.data.values()),
         )
+
+    def lower_blocks(self, blocks: list[Any]) -> None:
+        for block in self._dominance_order(blocks):
+            self.block = self.by_block[block]
+            self.extracted = {}
+            for op in block.operations:
+                self._lower(op.operation)
 
     def _dominance_order(self, blocks: list[Any]) -> list[Any]:
         """Reverse post-order, so that a value is lowered before its uses."""

@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from ..ir_types import Int, dwords
+from .atomics import order_after, order_before
 from .base import Lowering, Value, handles
+from .private import load_private, store_private
 
 
 @handles("llvm.load")
 def _load(k: Lowering, o: Any) -> Value:
     t, pointer, space = k.result_type(o), k.operand(o, 0), k.operand_type(o, 0).space
     bytes_, out = k.memory_bytes(t), [k.b.new() for _ in range(dwords(t))]
-    if k.integer_attribute(o, "ordering") and space != 3:
+    ordering = k.integer_attribute(o, "ordering")
+    if space == 5:
+        load_private(k, pointer[0], bytes_, out, o)
+        return tuple(k.clean(out[0], 1) if t == Int(1) else r for r in out)
+    if ordering and space != 3:
         k.emit("ORDERED")
     for at, size, first, n in k.pieces(bytes_):
         if space == 3:
@@ -21,6 +27,7 @@ def _load(k: Lowering, o: Any) -> Value:
             k.emit("GLOBAL_LOAD", at, pointer[0], pointer[1], size, out[first : first + n])
         else:
             raise k.fail(f"a load from address space {space}", o)
+    order_after(k, o, ordering)
     return tuple(k.clean(out[0], 1) if t == Int(1) else r for r in out)
 
 
@@ -32,7 +39,12 @@ def _store(k: Lowering, o: Any) -> Value:
         k.operand(o, 1),
         k.operand_type(o, 1).space,
     )
-    if k.integer_attribute(o, "ordering") and space != 3:
+    ordering = k.integer_attribute(o, "ordering")
+    if space == 5:
+        store_private(k, pointer[0], k.memory_bytes(t), value, o)
+        return
+    order_before(k, o, ordering)
+    if ordering and space != 3:
         k.emit("ORDERED")
     for at, size, first, n in k.pieces(k.memory_bytes(t)):
         if space == 3:

@@ -7,6 +7,9 @@ from typing import Any
 
 from ..ir_types import Array, Int, Ptr, Struct, Type, Vec, dwords, field_offset, parse, size_and_align
 from .base import Lowering, Value, handles
+from .private import global_data
+
+LDS_APERTURE = 0x00010000  # upper dword of generic addresses of LDS, as in lanes.h
 
 
 @handles("llvm.extractvalue")
@@ -107,8 +110,16 @@ def _same(k: Lowering, o: Any) -> Value:
     source, target = k.operand_type(o, 0), k.result_type(o)
     value = k.operand(o, 0)
     n = dwords(target)
-    if isinstance(source, Ptr) and isinstance(target, Ptr) and source.space in (3, 5) and target.space not in (3, 5):
-        raise k.fail(f"a generic pointer to LDS from {source} to {target}", o)
+    if isinstance(source, Ptr) and isinstance(target, Ptr) and source.space != target.space:
+        if 5 in (source.space, target.space):
+            raise k.fail("a generic pointer to private memory", o)
+        if source.space == 3:  # the aperture's upper dword; null, all ones in LDS, stays null
+            null = k.out("EQ", value[0], k.const(0xFFFFFFFF))
+            zero = k.const(0)
+            return k.out("SELECT", null, zero, value[0]), k.out("SELECT", null, zero, k.const(LDS_APERTURE))
+        if target.space == 3:
+            null = k.out("EQ", k.out("OR", value[0], value[1]), k.const(0))
+            return (k.out("SELECT", null, k.const(0xFFFFFFFF), value[0]),)
     return tuple(value[:n]) + tuple(k.const(0) for _ in range(n - len(value)))
 
 
@@ -147,6 +158,7 @@ def _getelementptr(k: Lowering, o: Any) -> Value:
 @handles("llvm.mlir.addressof")
 def _addressof(k: Lowering, o: Any) -> Value:
     name = str(o.attributes["global_name"]).lstrip("@").strip('"')
-    if name not in k.lds_offsets:
-        raise k.fail(f"the global {name} outside LDS", o)
-    return (k.const(k.lds_offsets[name]),)
+    if name in k.lds_offsets:
+        return (k.const(k.lds_offsets[name]),)
+    address = global_data(k, name, o).ctypes.data
+    return k.const(address), k.const(address >> 32)
