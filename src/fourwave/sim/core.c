@@ -30,6 +30,7 @@
 #include "formats.h"
 #include "matrix.h"
 #include "lanes.h"
+#include "gfx1250_state.h"
 
 enum opcode {
 #define OP(NAME, SIGNATURE) OP_##NAME,
@@ -61,7 +62,7 @@ typedef struct {
     const i32 *code;
     i32 code_words, num_registers, num_constants, num_sites, lds_bytes;
     const u32 *constants;        /* registers 0 .. num_constants - 1, the same in every lane */
-    u32 grid[3], block[3];
+    u32 grid[3], block[3], cluster[3]; /* cluster: workgroups that run together */
     Allocation *allocations;
     i32 num_allocations;
     u32 checks;
@@ -79,13 +80,18 @@ typedef struct {
     _Atomic i32 stop;
 } Launch;
 
-/* ---- one dword of LDS, as the checkers see it ---- */
+/* ---- one dword of LDS, as the checkers see it; or one byte, where some access touched only a part of a dword ---- */
 typedef struct {
     u32 write_seq;               /* the writer's count of LDS writes, or of copies where from_copy */
     u32 read_epoch, readers;     /* readers: one bit a wave, valid in read_epoch only */
     u32 late_readers;            /* those of them whose read was issued before the last barrier and may not have returned */
+#if W == 32
+    u32 earlier_readers;         /* readers of read_epoch - 1: between the halves of a barrier both count */
+    u32 dma_readers;             /* stores from LDS under way */
+#endif
     i32 write_line, read_line;
     uint8_t writer, bytes, init, in_flight, from_copy, atomic; /* atomic: the last write was one */
+    uint8_t split;               /* the dword's bytes have entries of their own, in Group.byte_shadow */
 } Shadow;
 
 typedef struct {
@@ -102,6 +108,7 @@ typedef struct { i32 pc, meet; u64 mask; } Path;
 #define MAX_READS 64
 #define MAX_PATHS 256
 #define MAX_WAVES 32
+#define MAX_MARKS 64
 #define IDLE_TURNS 200   /* turns in which no workgroup got on, wrote or ended: they wait for what will not come */
 #define MAX_RESIDENT 256 /* workgroups a host thread keeps going at once */
 
@@ -110,7 +117,7 @@ typedef struct {
     Path paths[MAX_PATHS];
     i32 depth, pc;
     u64 exec, full;
-    i32 state;                   /* 0 ready, 1 at a barrier, 2 ended */
+    i32 state;                   /* 0 ready, 1 at a barrier, 2 ended, 3 at the second half of a barrier */
     i32 barrier_line;
     u32 epoch;                   /* barriers passed */
     u64 steps;
@@ -123,14 +130,19 @@ typedef struct {
     u32 *site_seq;               /* per read site: lds_seq of its latest read */
     struct Read { u32 seq, address[W]; u64 lanes; i32 bytes, line; } *reads; /* ring of the latest LDS reads */
     u32 num_reads;
+    u64 marks[MAX_MARKS];        /* asyncmark: what had been issued */
+    u32 num_marks;
+#if W == 32
+    AsyncState async;
+#endif
 } Wave;
 
-typedef struct {
+typedef struct Group {
     Launch *launch;
     Wave waves[MAX_WAVES];
     i32 num_waves;
     uint8_t *lds;
-    Shadow *shadow;
+    Shadow *shadow, *byte_shadow; /* byte_shadow: made when first needed */
     u64 workgroup;
     u32 group_id[3];
     Finding *findings;
@@ -139,6 +151,11 @@ typedef struct {
     Allocation *last;
     i32 synchronised;            /* has done an atomic or ordered access of global memory: it may know what others wrote */
     u64 random;
+#if W == 32
+    Barrier barriers[1 + NAMED_BARRIERS]; /* 0: of the workgroup */
+    Cluster *cluster;
+    u32 cluster_rank;
+#endif
 } Group;
 
 static void report(Group *g, i32 kind, i32 line, const Wave *w, i32 lane, u64 address, i32 other_wave, i32 other_line, i32 detail) {
@@ -214,50 +231,98 @@ static inline void global_read_check(Group *g, Wave *w, u64 address, u32 bytes, 
 }
 
 /* ---- LDS with its checkers ---- */
+#if W == 32 /* gfx1250: a barrier has two halves, and vouches for what each wave had completed when it signalled */
+static inline u32 published(const Group *g, const Wave *w, const Shadow *s) { (void)g; return w->async.seen[s->writer][s->from_copy ? s->from_copy - 1 : 0]; }
+static inline u32 read_tag(const Wave *w) { return w->async.tag; }
+static inline u32 *readers_of(Shadow *s, u32 tag) {
+    if (s->read_epoch == tag + 1) return &s->earlier_readers;
+    if (s->read_epoch != tag) {
+        s->earlier_readers = s->read_epoch + 1 == tag ? s->readers : 0;
+        s->read_epoch = tag; s->readers = 0; s->late_readers = 0;
+    }
+    return &s->readers;
+}
+static inline u32 other_readers(const Shadow *s, const Wave *w, u32 bit) {
+    u32 age = s->read_epoch - w->epoch;
+    return ((age < 2 ? s->readers : 0) | (age - 1 < 2 ? s->earlier_readers : 0)) & ~bit;
+}
+#else
+static inline u32 published(const Group *g, const Wave *w, const Shadow *s) { (void)w; return s->from_copy ? g->waves[s->writer].copy_published : g->waves[s->writer].lds_published; }
+static inline u32 read_tag(const Wave *w) { return w->epoch; }
+static inline u32 *readers_of(Shadow *s, u32 tag) {
+    if (s->read_epoch != tag) { s->read_epoch = tag; s->readers = 0; s->late_readers = 0; }
+    return &s->readers;
+}
+static inline u32 other_readers(const Shadow *s, const Wave *w, u32 bit) { return s->read_epoch == w->epoch ? s->readers & ~bit : 0; }
+#endif
+
+/* The entries of the bytes of [address, end) that lie in the dword at `at`: the dword's own, or, once the dword has seen an access to a part of
+ * it, a run of its bytes' entries, so that waves which keep to their own bytes do not meet. */
+static inline Shadow *shadows(Group *g, u32 at, u32 address, u32 end, u32 *count) {
+    Shadow *s = &g->shadow[at >> 2];
+    u32 first = at < address ? address - at : 0, last = end - at < 4 ? end - at : 4;
+    if (last - first == 4 && !s->split) { *count = 1; return s; }
+    if (!s->split) {
+        if (!g->byte_shadow) g->byte_shadow = malloc(sizeof(Shadow) * (g->launch->lds_bytes + 8));
+        s->split = 1;
+        for (u32 i = 0; i < 4; i++) {
+            Shadow *b = &g->byte_shadow[at + i];
+            *b = *s;
+            b->bytes = s->bytes >> i & 1 ? 15 : 0;
+            b->init = s->init >> i & 1 ? 15 : 0;
+        }
+    }
+    *count = last - first;
+    return g->byte_shadow + at + first;
+}
+
 static inline void lds_read_check(Group *g, Wave *w, u32 address, u32 bytes, i32 lane, i32 line) {
     u32 wave = (u32)(w - g->waves), bit = 1u << wave, end = address + bytes;
     for (u32 at = address & ~3u; at < end; at += 4) {
-        Shadow *s = &g->shadow[at >> 2];
-        u32 first = at < address ? address - at : 0, last = end - at < 4 ? end - at : 4;
-        u32 mask = (15u << first) & (15u >> (4 - last));
-        if (__builtin_expect(s->in_flight, 0))
-            report(g, F_WAIT, line, w, lane, at, s->writer, s->write_line, wave != s->writer);
-        else if (s->writer != wave && (s->bytes & mask) &&
-                 (i32)(s->write_seq - (s->from_copy ? g->waves[s->writer].copy_published : g->waves[s->writer].lds_published)) > 0)
-            report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, 0);
-        if ((s->init & mask) != mask && !s->in_flight) report(g, F_INIT, line, w, lane, at, -1, -1, 0);
-        if (s->read_epoch != w->epoch) { s->read_epoch = w->epoch; s->readers = 0; s->late_readers = 0; }
-        s->readers |= bit;
-        s->read_line = line;
+        u32 n;
+        for (Shadow *s = shadows(g, at, address, end, &n); n--; s++) {
+            if (__builtin_expect(s->in_flight, 0))
+                report(g, F_WAIT, line, w, lane, at, s->writer, s->write_line, wave != s->writer);
+            else if (s->writer != wave && s->bytes &&
+                     (i32)(s->write_seq - published(g, w, s)) > 0)
+                report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, 0);
+            if (s->init != 15 && !s->in_flight) report(g, F_INIT, line, w, lane, at, -1, -1, 0);
+            *readers_of(s, read_tag(w)) |= bit;
+            s->read_line = line;
+        }
     }
 }
 
 static inline void lds_write_check(Group *g, Wave *w, u32 address, u32 bytes, i32 lane, i32 line, int copy) {
     u32 wave = (u32)(w - g->waves), bit = 1u << wave, end = address + bytes;
     for (u32 at = address & ~3u; at < end; at += 4) {
-        Shadow *s = &g->shadow[at >> 2];
-        u32 first = at < address ? address - at : 0, last = end - at < 4 ? end - at : 4;
-        u32 mask = (15u << first) & (15u >> (4 - last));
-        if (s->in_flight)
-            report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, 2);
-        else {
-            if (s->read_epoch == w->epoch && (s->readers & ~bit)) {
-                u32 others = s->readers & ~bit, late = others == (s->late_readers & ~bit);
-                report(g, F_RACE, line, w, lane, at, __builtin_ctz(others), s->read_line, late ? 3 : 1);
-            }
-            if (s->writer != wave && (s->bytes & mask) &&
-                (i32)(s->write_seq - (s->from_copy ? g->waves[s->writer].copy_published : g->waves[s->writer].lds_published)) > 0)
+        u32 n;
+        for (Shadow *s = shadows(g, at, address, end, &n); n--; s++) {
+            if (s->in_flight && !(copy >= FROM_ASYNC && s->writer == wave && s->from_copy == copy)) /* those complete in order */
                 report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, 2);
+            else {
+                u32 others = other_readers(s, w, bit);
+                if (others) {
+                    u32 late = others == (s->late_readers & ~bit);
+                    report(g, F_RACE, line, w, lane, at, __builtin_ctz(others), s->read_line, late ? 3 : 1);
+                }
+                if (s->writer != wave && s->bytes &&
+                    (i32)(s->write_seq - published(g, w, s)) > 0)
+                    report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, 2);
+            }
+            s->writer = wave;
+            s->bytes = s->init = 15;
+            s->write_line = line;
+            s->from_copy = copy;
+            s->atomic = 0;
+#if W == 32
+            if (s->dma_readers) report(g, F_RACE, line, w, lane, at, -1, s->read_line, 4);
+            s->write_seq = copy >= FROM_ASYNC ? w->async.queues[copy - FROM_ASYNC].issued : w->lds_seq;
+#else
+            s->write_seq = copy ? w->copy_seq : w->lds_seq;
+#endif
+            s->in_flight = copy != FROM_LDS;
         }
-        /* bytes of an earlier write by this wave in the same dword stay its own */
-        if (s->writer == wave && s->from_copy == copy) s->bytes |= mask; else s->bytes = mask;
-        s->writer = wave;
-        s->write_line = line;
-        s->from_copy = copy;
-        s->atomic = 0;
-        s->write_seq = copy ? w->copy_seq : w->lds_seq;
-        s->in_flight = copy;
-        s->init |= mask;
     }
 }
 
@@ -265,19 +330,21 @@ static inline void lds_write_check(Group *g, Wave *w, u32 address, u32 bytes, i3
 static inline void lds_atomic_check(Group *g, Wave *w, u32 address, u32 bytes, i32 lane, i32 line, i32 op) {
     u32 wave = (u32)(w - g->waves), bit = 1u << wave;
     for (u32 at = address & ~3u; at < address + bytes; at += 4) {
-        Shadow *s = &g->shadow[at >> 2];
-        if (s->in_flight) report(g, op == A_LOAD ? F_WAIT : F_RACE, line, w, lane, at, s->writer, s->write_line, op == A_LOAD ? wave != s->writer : 2);
-        else {
-            u32 others = s->read_epoch == w->epoch ? s->readers & ~bit : 0;
-            if (others && op != A_LOAD) report(g, F_RACE, line, w, lane, at, __builtin_ctz(others), s->read_line, 1);
-            if (s->writer != wave && s->bytes && !s->atomic &&
-                (i32)(s->write_seq - (s->from_copy ? g->waves[s->writer].copy_published : g->waves[s->writer].lds_published)) > 0)
-                report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, op == A_LOAD ? 0 : 2);
-            if (op != A_STORE && op != A_XCHG && s->init != 15) report(g, F_INIT, line, w, lane, at, -1, -1, 0);
+        u32 n;
+        for (Shadow *s = shadows(g, at, address, address + bytes, &n); n--; s++) {
+            if (s->in_flight) report(g, op == A_LOAD ? F_WAIT : F_RACE, line, w, lane, at, s->writer, s->write_line, op == A_LOAD ? wave != s->writer : 2);
+            else {
+                u32 others = other_readers(s, w, bit);
+                if (others && op != A_LOAD) report(g, F_RACE, line, w, lane, at, __builtin_ctz(others), s->read_line, 1);
+                if (s->writer != wave && s->bytes && !s->atomic &&
+                    (i32)(s->write_seq - published(g, w, s)) > 0)
+                    report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, op == A_LOAD ? 0 : 2);
+                if (op != A_STORE && op != A_XCHG && s->init != 15) report(g, F_INIT, line, w, lane, at, -1, -1, 0);
+            }
+            if (op == A_LOAD) continue;
+            s->writer = wave; s->bytes = s->init = 15; s->write_line = line; s->write_seq = w->lds_seq;
+            s->from_copy = s->in_flight = 0; s->atomic = 1;
         }
-        if (op == A_LOAD) continue;
-        s->writer = wave; s->bytes = s->init = 15; s->write_line = line; s->write_seq = w->lds_seq;
-        s->from_copy = s->in_flight = 0; s->atomic = 1;
     }
 }
 
@@ -285,12 +352,18 @@ static inline void lds_atomic_check(Group *g, Wave *w, u32 address, u32 bytes, i
  * AMDGPUDMAOperations). */
 static inline i32 lane_stride(i32 bytes) { return bytes <= 4 ? 4 : 16; }
 
+/* The bytes of a copy have arrived. */
+static void landed(Group *g, u32 address, u32 bytes) {
+    for (u32 at = address & ~3u, n; at < address + bytes; at += 4)
+        for (Shadow *s = shadows(g, at, address, address + bytes, &n); n--; s++) s->in_flight = 0;
+}
+
 static void land(Group *g, Wave *w, Copy *c) {
     for (i32 lane = 0; lane < W; lane++) {
         if (!(c->lanes >> lane & 1)) continue;
         u32 at = c->lds + (u32)(lane * lane_stride(c->bytes));
         if (c->source[lane]) memcpy(g->lds + at, c->source[lane], c->bytes); else memset(g->lds + at, 0, c->bytes);
-        for (i32 b = 0; b < c->bytes; b += 4) g->shadow[(at + b) >> 2].in_flight = 0;
+        landed(g, at, (u32)c->bytes);
     }
     w->copy_done++;
 }
@@ -351,10 +424,12 @@ static void carry_reads(Group *g, Wave *w) {
         for (int lane = 0; lane < W; lane++) {
             if (!(r->lanes >> lane & 1) || r->address[lane] + r->bytes > (u32)g->launch->lds_bytes) continue;
             for (u32 at = r->address[lane] & ~3u; at < r->address[lane] + r->bytes; at += 4) {
-                Shadow *s = &g->shadow[at >> 2];
-                if (s->read_epoch != w->epoch) { s->read_epoch = w->epoch; s->readers = 0; s->late_readers = 0; }
-                s->readers |= bit; s->late_readers |= bit;
-                s->read_line = r->line;
+                u32 n;
+                for (Shadow *s = shadows(g, at, r->address[lane], r->address[lane] + r->bytes, &n); n--; s++) {
+                    *readers_of(s, read_tag(w)) |= bit;
+                    if (s->read_epoch == read_tag(w)) s->late_readers |= bit;
+                    s->read_line = r->line;
+                }
             }
         }
     }
@@ -468,6 +543,16 @@ static inline void load_dwords(u32 *const *d, i32 n, i32 lane, const uint8_t *so
         d[0][lane] = value;
     }
 }
+
+#include "transpose.h"
+#if W == 32
+#include "gfx1250.h"
+#define ASYNC_ISSUED(w) ((u64)(w)->async.queues[Q_ASYNC].issued)
+#define wait_async(g, w, outstanding) wait_queue(g, w, Q_ASYNC, (u32)(outstanding))
+#else
+#define ASYNC_ISSUED(w) ((w)->vm_issued)
+#define wait_async(g, w, outstanding) wait_vm(g, w, outstanding)
+#endif
 
 #define POISON 0xffffffffu
 #define QUANTUM 400000 /* instructions after which a wave that meets a branch lets others go on: it may be waiting for one of them */
@@ -733,15 +818,23 @@ static void run_wave(Group *g, Wave *w) {
              * and the wrapping, rocjitsu's addr_calc_buffer.h, which follows gfx950. */
             int kind = p[0];
             u64 imm = (u32)p[2];
-            const u32 *r0 = R(p[3]), *r1 = R(p[4]), *r2 = R(p[5]), *voffset = R(p[7]), *soffset = R(p[8]);
+            const u32 *r0 = R(p[3]), *r1 = R(p[4]), *r2 = R(p[5]), *r3 = R(p[6]), *voffset = R(p[7]), *soffset = R(p[8]);
             i32 bytes = p[9], n = 0;
             const uint8_t *source[W];
             u64 lanes = 0;
             if (kind != OP_BUFFER_LOAD_LDS) { n = p[10]; for (i32 i = 0; i < n; i++) dest[i] = R(p[11 + i]); w->vm_issued++; }
+            (void)r3;
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
-                u64 base = ((u64)(r1[l] & 0xffff) << 32) | r0[l], records = r2[l], o = (u64)(u32)(voffset[l] + imm) + soffset[l];
-                if (r1[l] >> 16 & 0x3fff) report(g, F_MEMORY, line, w, l, base, -1, -1, 5);
+#if W == 32 /* gfx1250: base 57 bits, num_records 45, stride 14 from bit 108 (LLVM, AMDGPULegalizerInfo, make.buffer.rsrc with 45-bit num_records) */
+                u64 base = ((u64)(r1[l] & 0x1ffffff) << 32) | r0[l], records = (u64)(r1[l] >> 25) | (u64)r2[l] << 7 | (u64)(r3[l] & 63) << 39;
+                u32 stride = r3[l] >> 12 & 0x3fff;
+#else
+                u64 base = ((u64)(r1[l] & 0xffff) << 32) | r0[l], records = r2[l];
+                u32 stride = r1[l] >> 16 & 0x3fff;
+#endif
+                u64 o = (u64)(u32)(voffset[l] + imm) + soffset[l];
+                if (stride) report(g, F_MEMORY, line, w, l, base, -1, -1, 5);
                 u64 x = base + o;
                 u64 inside = o >= records ? 0 : records - o >= (u64)bytes ? (u64)bytes : bytes < 4 ? 0 : (records - o) & ~3ull;
                 if (inside && !allowed(g, x, inside, kind == OP_BUFFER_STORE)) { report(g, F_MEMORY, line, w, l, x, -1, -1, kind == OP_BUFFER_STORE); inside = 0; }
@@ -842,6 +935,9 @@ static void start_group(Group *g, u64 index) {
     g->group_id[0] = index % L->grid[0];
     g->group_id[1] = index / L->grid[0] % L->grid[1];
     g->group_id[2] = index / L->grid[0] / L->grid[1];
+#if W == 32
+    start_async(g);
+#endif
     memset(g->lds, 0xff, L->lds_bytes);
     for (i32 i = 0; i < (L->lds_bytes + 3) / 4; i++) g->shadow[i] = (Shadow){.write_line = -1, .read_line = -1, .writer = 0, .read_epoch = 0xffffffffu};
     u32 threads = L->block[0] * L->block[1] * L->block[2];
@@ -856,7 +952,7 @@ static void start_group(Group *g, u64 index) {
         w->vm_issued = 0; w->copy_head = w->copy_count = 0;
         w->lds_seq = w->lds_done = w->lds_published = 0;
         w->copy_seq = w->copy_done = w->copy_published = 0;
-        w->num_reads = 0;
+        w->num_reads = 0; w->num_marks = 0;
         memset(w->site_seq, 0, sizeof(u32) * (L->num_sites + 1));
         for (i32 c = 0; c < L->num_constants; c++) {
             u32 *r = w->registers + (size_t)c * W, v = L->constants[c];
@@ -870,6 +966,9 @@ static void start_group(Group *g, u64 index) {
 static int step_group(Group *g) {
     Launch *L = g->launch;
     i32 order[MAX_WAVES], waiting = 0, ended = 0;
+#if W == 32
+    release_waves(g);
+#endif
     for (i32 i = 0; i < g->num_waves; i++) order[i] = L->schedule == 1 ? g->num_waves - 1 - i : i;
     if (L->schedule > 1)
         for (i32 i = g->num_waves - 1; i > 0; i--) {
@@ -897,6 +996,9 @@ static int step_group(Group *g) {
         Wave *w = &g->waves[i];
         if (w->copy_count) report(g, F_WAIT, w->copies[w->copy_head].line, w, 0, w->copies[w->copy_head].lds, -1, -1, 2);
     }
+#if W == 32
+    end_async(g);
+#endif
     return 1;
 }
 
@@ -916,6 +1018,9 @@ static Group *new_group(Launch *L, u64 seed) {
         g->waves[i].copies = malloc(sizeof(Copy) * MAX_COPIES);
         g->waves[i].site_seq = malloc(sizeof(u32) * (L->num_sites + 1));
         g->waves[i].reads = malloc(sizeof(struct Read) * MAX_READS);
+#if W == 32
+        for (i32 q = 0; q < NUM_QUEUES; q++) g->waves[i].async.queues[q].ring = malloc(sizeof(Transfer) * MAX_TRANSFERS);
+#endif
     }
     return g;
 }
@@ -934,7 +1039,30 @@ static void end_group(Group *g) { /* adds what it counted and found to the launc
     }
     pthread_mutex_unlock(&merge);
     for (i32 i = 0; i < g->num_waves; i++) { free(g->waves[i].registers); free(g->waves[i].copies); free(g->waves[i].site_seq); free(g->waves[i].reads); }
-    free(g->lds); free(g->shadow); free(g->findings); free(g);
+#if W == 32
+    for (i32 i = 0; i < g->num_waves; i++) for (i32 q = 0; q < NUM_QUEUES; q++) free(g->waves[i].async.queues[q].ring);
+#endif
+    free(g->lds); free(g->shadow); free(g->byte_shadow); free(g->findings); free(g);
+}
+
+/* The workgroup started as the n-th: clusters one after another, in them x fastest. */
+static u64 workgroup_at(const Launch *L, u64 n) {
+    u64 size = (u64)L->cluster[0] * L->cluster[1] * L->cluster[2], id[3], rank = n % size, cluster = n / size;
+    if (size == 1) return n;
+    for (i32 i = 0; i < 3; i++) {
+        u64 across = L->grid[i] / L->cluster[i];
+        id[i] = cluster % across * L->cluster[i] + rank % L->cluster[i];
+        cluster /= across; rank /= L->cluster[i];
+    }
+    return id[0] + L->grid[0] * (id[1] + L->grid[1] * id[2]);
+}
+
+static inline u64 barriers_passed(const Group *g) {
+#if W == 32
+    return g->counters[C_BARRIERS]; /* waves pass one by one */
+#else
+    return g->waves[0].epoch;
+#endif
 }
 
 /* A host thread: takes the launch's workgroups in order. A workgroup whose waves have all used up their turns may be waiting for another one
@@ -944,31 +1072,42 @@ static void *worker(void *argument) {
     Group *resident[MAX_RESIDENT], *spare = NULL;
     i32 count = 0, turn = 0, more = 1;
     u64 seed = L->schedule + 1, seen = 0;
-    i32 idle = 0;
+    i32 idle = 0, stuck = 0, size = (i32)(L->cluster[0] * L->cluster[1] * L->cluster[2]);
     while (!atomic_load(&L->stop)) {
-        if (more && count < MAX_RESIDENT) {
-            u64 index = atomic_fetch_add(&L->next, 1);
+        /* the next cluster once those at hand are all stuck; without clusters, every workgroup that stops at once */
+        if (more && count + size <= MAX_RESIDENT && (size == 1 || !count || stuck > 2 * count)) {
+            u64 index = atomic_fetch_add(&L->next, size);
             if (index >= L->num_workgroups) { more = 0; continue; }
-            Group *g = spare ? spare : new_group(L, seed++);
-            spare = NULL;
-            start_group(g, L->first_workgroup + index);
-            resident[count] = g;
-            turn = count++;
+            turn = count;
+            stuck = 0;
+            for (i32 i = 0; i < size; i++) {
+                Group *g = spare ? spare : new_group(L, seed++);
+                spare = NULL;
+                start_group(g, workgroup_at(L, L->first_workgroup + index + i));
+#if W == 32
+                join_cluster(g, i ? resident[count - 1]->cluster : NULL, size);
+#endif
+                resident[count++] = g;
+            }
         }
         if (!count) break;
         Group *g = resident[turn];
         int ended = 0;
-        u64 before, wrote = g->counters[C_GLOBAL_WRITE_BYTES], epoch = g->waves[0].epoch;
+        u64 before, wrote = g->counters[C_GLOBAL_WRITE_BYTES], epoch = barriers_passed(g);
         do { /* as long as it gets on from barrier to barrier */
-            before = g->waves[0].epoch;
+            before = barriers_passed(g);
             ended = step_group(g);
-        } while (!ended && g->waves[0].epoch != before);
+        } while (!ended && barriers_passed(g) != before);
         if (ended) {
             atomic_fetch_add(&L->done, 1);
+#if W == 32
+            leave_cluster(g);
+#endif
             resident[turn] = resident[--count];
             if (spare) end_group(g); else spare = g;
         }
-        if (ended || g->waves[0].epoch != epoch || g->counters[C_GLOBAL_WRITE_BYTES] != wrote) atomic_fetch_add(&L->progress, 1);
+        stuck++;
+        if (ended || barriers_passed(g) != epoch || g->counters[C_GLOBAL_WRITE_BYTES] != wrote) { atomic_fetch_add(&L->progress, 1); stuck = 0; }
         if (seen != atomic_load(&L->progress)) { seen = atomic_load(&L->progress); idle = 0; }
         else if (!more && ++idle > IDLE_TURNS * count) {
             report(g, F_LIMIT, L->code[g->waves[0].pc + 1], &g->waves[0], 0, 0, -1, -1, 3);

@@ -127,7 +127,9 @@ class Kernels:
             with self.context, _without_source_capture():
                 self.host(packed)
 
-    def _launch(self, kernel: str, grid: Any, block: Any, dynamic_lds: int, arguments: list[list[int]]) -> None:
+    def _launch(
+        self, kernel: str, grid: Any, block: Any, dynamic_lds: int, arguments: list[list[int]], cluster: Any
+    ) -> None:
         session = active()
         assert session is not None
         report = run(
@@ -138,6 +140,7 @@ class Kernels:
             arguments,
             self.memory,
             session.options,
+            cluster,
         )
         session.report.add(report)
         if report.findings and session.on_finding == "raise":

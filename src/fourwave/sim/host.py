@@ -10,7 +10,8 @@ from typing import Any
 from .ir_types import Array, Float, Int, Ptr, Struct, Type, dwords, field_offset, parse, size_and_align
 from .lowering import UnknownOperation, describe_frames, find_frames, float_bits, plain
 
-Launcher = Callable[[str, tuple[int, int, int], tuple[int, int, int], int, list[list[int]]], None]
+Dims = tuple[int, int, int]
+Launcher = Callable[[str, Dims, Dims, int, list[list[int]], Dims], None]  # kernel, grid, block, dynamic LDS, arguments, cluster
 
 
 def read_argument(address: int, t: Type) -> Any:
@@ -161,13 +162,10 @@ class HostInterpreter:
             at += size
         # gpu.launch_func: async dependencies, grid x y z, block x y z, cluster x y z, dynamic LDS, kernel operands, async object
         dims = [values[g[0]] if g else 1 for g in groups[1:10]]
-        if any(d != 1 for d in dims[6:9]):
-            where = describe_frames(find_frames(str(o.location)))
-            raise UnknownOperation(f"{where}: the simulator does not model clusters ({dims[6:9]})")
         dynamic = values[groups[10][0]] if groups[10] else 0
         arguments = [flat_dwords(values[a], parse(str(a.type))) for a in groups[11]]
         kernel = re.findall(r"@([\w$.]+)", str(o.attributes["kernel"]))[-1]
-        self.launch(kernel, tuple(dims[:3]), tuple(dims[3:6]), dynamic, arguments)  # type: ignore[arg-type]
+        self.launch(kernel, tuple(dims[:3]), tuple(dims[3:6]), dynamic, arguments, tuple(dims[6:9]))  # type: ignore[arg-type]
 
 
 __all__ = ["HostInterpreter", "Ptr", "flat_dwords", "read_argument"]

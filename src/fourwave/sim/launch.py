@@ -15,7 +15,8 @@ from .native import COUNTERS, Allocation, RawFinding, RawLaunch, library
 from .program import Builder, Program
 from .report import KINDS, Launch, Report, finding_from_raw
 
-LDS_CAPACITY = {"gfx942": 64 << 10, "gfx950": 160 << 10}
+LDS_CAPACITY = {"gfx942": 64 << 10, "gfx950": 160 << 10, "gfx1250": 320 << 10}
+MAX_CLUSTER = 16  # workgroups
 _MAX_FINDINGS = 128
 COMPLETIONS = ("late", "early", "random")
 CHECKS = ("memory", "init", "race", "wait", "barrier", "global")
@@ -82,12 +83,14 @@ def run(
     arguments: list[list[int]],
     memory: Memory,
     options: Options,
+    cluster: tuple[int, int, int] = (1, 1, 1),
 ) -> Report:
     """Simulate one launch.
 
     grid, block   workgroups and threads per dimension
     dynamic_lds   bytes; counted on top of the kernel's static LDS only where the kernel declares dynamic LDS
     arguments     dwords of each kernel argument
+    cluster       workgroups per dimension that run together (gfx1250)
     Raises ValueError for a launch the hardware would refuse: no threads, over 1024, or more LDS than a compute unit has.
     """
     lds_bytes = program.lds_bytes + dynamic_lds if program.dynamic_lds else max(program.lds_bytes, dynamic_lds)
@@ -99,6 +102,15 @@ def run(
         )
     if not 0 < threads <= 1024:
         raise ValueError(f"kernel {program.name} was launched with {block} threads; a workgroup has 1 to 1024")
+    size = cluster[0] * cluster[1] * cluster[2]
+    if size != 1 and program.arch != "gfx1250":
+        raise ValueError(f"kernel {program.name} was launched in clusters of {cluster}; {program.arch} has no clusters")
+    if not 0 < size <= MAX_CLUSTER or any(g % c for g, c in zip(grid, cluster)):
+        raise ValueError(
+            f"kernel {program.name}: clusters of {cluster} in a grid of {grid}; a cluster has at most {MAX_CLUSTER} workgroups and divides the grid"
+        )
+    if size != 1 and options.workgroups is not None:
+        raise ValueError("workgroups= chooses single workgroups; this launch runs them in clusters")
     constants = program.constants.copy()
     if len(arguments) != len(program.argument_slots):
         raise ValueError(
@@ -126,6 +138,7 @@ def run(
         constants=constants.ctypes.data,
         grid=grid,
         block=block,
+        cluster=cluster,
         allocations=ctypes.addressof(allocations),
         num_allocations=len(allocations),
         checks=sum(1 << KINDS.index(c) for c in (*options.checks, "limit")),

@@ -57,7 +57,7 @@ class RawLaunch(ctypes.Structure):
         ("code", ctypes.c_void_p),
         ("code_words", ctypes.c_int32), ("num_registers", ctypes.c_int32), ("num_constants", ctypes.c_int32), ("num_sites", ctypes.c_int32), ("lds_bytes", ctypes.c_int32),
         ("constants", ctypes.c_void_p),
-        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
+        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("cluster", ctypes.c_uint32 * 3),
         ("allocations", ctypes.c_void_p), ("num_allocations", ctypes.c_int32),
         ("checks", ctypes.c_uint32), ("completion", ctypes.c_int32), ("schedule", ctypes.c_int32), ("num_threads", ctypes.c_int32),
         ("first_workgroup", ctypes.c_uint64), ("num_workgroups", ctypes.c_uint64), ("step_limit", ctypes.c_uint64),

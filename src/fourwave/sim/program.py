@@ -32,6 +32,12 @@ FUNARY = (
 _EFFECTS = {name for name, (_, signature) in OPS.items() if "d" not in signature or "s" in signature} | {
     "GLOBAL_LOAD",
     "BUFFER_LOAD",
+    "GLOBAL_ATOMIC",
+    "BUFFER_ATOMIC",
+    "S_BUFFER_LOAD",
+    "SCRATCH_LOAD",
+    "TRANSPOSE_GLOBAL",
+    "BARRIER_SIGNAL_ISFIRST",
 }
 
 

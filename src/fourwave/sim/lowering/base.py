@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from ..ir_types import Array, Float, Int, Ptr, Struct, Type, Vec, dwords, parse, size_and_align
 from ..program import Block, Builder, Instruction, Program
 
-WAVE_SIZE = {"gfx942": 64, "gfx950": 64}
-LDS_BANKS = {"gfx942": 32, "gfx950": 64}
+WAVE_SIZE = {"gfx942": 64, "gfx950": 64, "gfx1250": 32}
+LDS_BANKS = {"gfx942": 32, "gfx950": 64, "gfx1250": 64}
 
 
 class UnknownOperation(NotImplementedError):

@@ -58,8 +58,22 @@ def _store(k: Lowering, o: Any) -> Value:
 @handles("rocdl.make.buffer.rsrc")
 def _make_buffer_rsrc(k: Lowering, o: Any) -> Value:
     """The four dwords of a buffer resource: base 48 bits, stride 14 bits, num_records, flags (CDNA3 ISA guide, table of the buffer
-    resource descriptor)."""
+    resource descriptor). gfx1250: base 57 bits, num_records 45, six zeros, stride 14, flags from bit 124 (LLVM, AMDGPULegalizerInfo)."""
     base, stride, records, flags = (k.operand(o, i) for i in range(4))
+    if k.arch == "gfx1250":
+        wide = (records[0], records[1] if len(records) > 1 else k.const(0))
+        shifted = k.int_op("LSHR", wide, (k.const(7), k.const(0)), 64)
+        last = k.out(
+            "OR",
+            k.out("AND", shifted[1], k.const(63)),
+            k.out("SHL", k.out("AND", stride[0], k.const(0xFFFF)), k.const(12)),
+        )
+        return (
+            base[0],
+            k.out("INSERT", base[1], records[0], 25, 127),
+            shifted[0],
+            k.out("OR", last, k.out("SHL", flags[0], k.const(28))),
+        )
     return base[0], k.out("INSERT", base[1], stride[0], 16, 0xFFFF), records[0], flags[0]
 
 
@@ -87,6 +101,8 @@ def _buffer_store(k: Lowering, o: Any) -> Value:
 @handles("rocdl.raw.ptr.buffer.load.lds", "rocdl.raw.ptr.buffer.load.async.lds")
 def _buffer_load_lds(k: Lowering, o: Any) -> Value:
     """(resource, LDS pointer, size, voffset, soffset, offset), some of them attributes in the short form."""
+    if k.arch == "gfx1250":
+        raise k.fail(f"{o.name}: gfx1250 does not have it", o)
     resource, lds = k.operand(o, 0), k.operand(o, 1)
     rest = [k.operand(o, i)[0] for i in range(2, len(k.operands))]
     if len(rest) == 4:
@@ -102,6 +118,8 @@ def _buffer_load_lds(k: Lowering, o: Any) -> Value:
 
 @handles("rocdl.load.to.lds", "rocdl.global.load.lds", "rocdl.global.load.async.lds", "rocdl.load.async.to.lds")
 def _global_load_lds(k: Lowering, o: Any) -> Value:
+    if k.arch == "gfx1250":
+        raise k.fail(f"{o.name}: gfx1250 does not have it", o)
     pointer, lds = k.operand(o, 0), k.operand(o, 1)
     if len(k.operands) > 2:
         size, offset = k.constant_of(k.operands[2]), k.constant_of(k.operands[3])
