@@ -32,6 +32,7 @@ VIEWS = (
     ("transposed", by_name("tail all")),
 )
 MAX_FAILURES = 20  # spelled out below the table; all are in it
+MAX_REASON = 400  # characters of an error that are printed; the record has all of it
 OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -226,7 +227,7 @@ def gpu_archs(wanted: Sequence[str]) -> list[str]:
 
 def reason_of(row: Row) -> str:
     if row.error is not None:
-        return row.error
+        return " | ".join(line.strip() for line in row.error.splitlines()[:3])[:MAX_REASON]
     if row.findings:
         return f"{row.findings} findings"
     return f"error is {row.ratio:.3g} times the bound"
