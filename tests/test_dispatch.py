@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -116,8 +117,8 @@ def test_one_backend_per_precision(monkeypatch):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("cublas", r"'cublas'.*auto, flydsl, native, sim:gfx942, sim:gfx950, sim"),
-        ("bf16=cublas", "'cublas'.*auto, flydsl, native"),
+        ("cublas", r"'cublas'.*auto, flydsl, hopper, native, sim:gfx942, sim:gfx950, sim"),
+        ("bf16=cublas", "'cublas'.*auto, flydsl, hopper, native"),
         ("sim:gfx90a", "'sim:gfx90a'.*sim:gfx942, sim:gfx950"),
         ("fp8=sim", "precision 'fp8'.*bf16, fp16, fp32"),
         ("native,sim", "two backends"),
@@ -501,3 +502,55 @@ def test_warm_call_parses_and_chooses_nothing_again(monkeypatch):
     assert select.parse.cache_info().misses == parses.misses
     assert select.select.cache_info().misses == choices.misses
     assert api._problem.cache_info().misses == problems.misses
+
+
+# --------------------------------------------------------------------------------------------------- what is missing
+
+
+@pytest.mark.parametrize(
+    ("version", "wrong"),
+    [("0.5.0", False), ("0.5.9", False), ("0.6.0", True), ("0.4.9", True), ("1.0", True), ("0.2.4", True)],
+)
+def test_the_range_of_flydsl_is_that_of_the_extra(monkeypatch, version, wrong):
+    import importlib.metadata
+    import importlib.util
+
+    from fourwave.backends import flydsl
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    why = flydsl.flydsl_missing.__wrapped__()
+    assert (why is not None) == wrong
+    if why:
+        assert f"flydsl {version} is installed and >=0.5,<0.6 is needed" in why
+    pyproject = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert '"flydsl>=0.5,<0.6"' in pyproject
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "not installed" in (flydsl.flydsl_missing.__wrapped__() or "")
+
+
+def test_devices_that_have_no_kernel_are_named(monkeypatch):
+    from fourwave.backends import flydsl
+
+    monkeypatch.setattr(torch.version, "hip", "6.4", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "sees no GPU" in (flydsl._device_missing.__wrapped__() or "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    archs = {0: "gfx90a:sramecc+:xnack-", 1: "gfx1100"}
+    properties = type("Properties", (), {})
+    for name, missing in (("gfx1100", True), ("gfx942:sramecc+:xnack-", False)):
+        archs[1] = name
+
+        def get(index):
+            found = properties()
+            found.gcnArchName = archs[index]
+            return found
+
+        monkeypatch.setattr(torch.cuda, "get_device_properties", get)
+        flydsl.device_arch.cache_clear()
+        why = flydsl._device_missing.__wrapped__()
+        assert (why is not None) == missing
+        if why:
+            assert "gfx90a, gfx1100" in why and "gfx942 or gfx950" in why
+    flydsl.device_arch.cache_clear()
