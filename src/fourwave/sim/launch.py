@@ -44,6 +44,7 @@ class Options:
             raise ValueError(
                 f"schedule={self.schedule!r}; it can be 'forward', 'reverse' or 'random:SEED' (SEED an int above 1)"
             )
+        _ = self.schedule_code  # its seed
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads}; it must be at least 1")
         if self.workgroups is not None and (self.workgroups.step != 1 or self.workgroups.start < 0):
