@@ -4,7 +4,22 @@ Every value becomes dword registers. Vectors of 8- and 16-bit elements stay pack
 insertvalue or a truncation costs nothing.
 """
 
-from . import arith, asm, atomics, control, gfx1250, intrinsics, lanes, matrix, memory, order, private, vectors  # noqa: F401  they register their handlers
+from . import (
+    arith,
+    asm,
+    atomics,
+    control,
+    convert,
+    gfx1250,
+    intrinsics,
+    lanes,
+    matrix,
+    memory,
+    order,
+    private,
+    reduce,
+    vectors,
+)  # noqa: F401  they register their handlers
 from .base import (
     HANDLERS,
     LDS_BANKS,

@@ -83,7 +83,16 @@ def _enum(o: Any, name: str, values: tuple[str, ...] = ()) -> int:
     return values.index(word)
 
 
-_BLGP = ("none", "bcast_first_32", "bcast_second_32", "rotate_16_right", "bcast_first_16", "bcast_second_16", "bcast_third_16", "bcast_fourth_16")
+_BLGP = (
+    "none",
+    "bcast_first_32",
+    "bcast_second_32",
+    "rotate_16_right",
+    "bcast_first_16",
+    "bcast_second_16",
+    "bcast_third_16",
+    "bcast_fourth_16",
+)
 
 # name -> (A's format, B's). Forms with a doubled K are gfx950's; xf32 is gfx942's; bf16 without 1k, 32x32x8i8 and 16x16x16i8 are neither's.
 _BOTH = {
@@ -102,7 +111,9 @@ _GFX950 = {
 }  # fmt: skip
 MFMA = {"gfx942": _BOTH | _GFX942, "gfx950": _BOTH | _GFX950}
 # AMD's calculator: these take no BLGP on CDNA3 (blgp: False).
-_NO_BLGP = re.compile(r"xf32|fp8|bf8|32x32x8f16|16x16x16f16|32x32x8bf16|16x16x16bf16|x16\.i8|x32\.i8|x64\.i8|x(32|16)\.b?f16")
+_NO_BLGP = re.compile(
+    r"xf32|fp8|bf8|32x32x8f16|16x16x16f16|32x32x8bf16|16x16x16bf16|x16\.i8|x32\.i8|x64\.i8|x(32|16)\.b?f16"
+)
 
 
 @handles(*(f"rocdl.mfma.{name}" for name in (_BOTH | _GFX942 | _GFX950)))
