@@ -40,21 +40,21 @@ def reads(arch: str, tile: OperandTile):
                 chunks = [k0 // 8 + lane // 16 for lane in LANES]
                 yield [tile.address(*at) for at in zip(lines, chunks)], read_b128_groups(tile.banks), 16
         elif arch == "gfx950":
-            lines = line_of_k(tile)
+            line_at = line_of_k(tile)
             for column0 in range(0, tile.extent, 16):
                 for half in (0, 4):
                     where = [(k0 + 8 * (x // 16) + half + x % 16 // 4, column0 + x % 4 * 4) for x in LANES]
-                    addresses = [tile.address(lines[k], m // 8) + m % 8 * 2 for k, m in where]
+                    addresses = [tile.address(line_at[k], m // 8) + m % 8 * 2 for k, m in where]
                     yield addresses, [range(32), range(32, 64)], 8
         else:
-            lines = line_of_k(tile)
+            line_at = line_of_k(tile)
             size = 2 * tile.group
             together = max(1, min(64, tile.banks * 4 // max(size, 4)))
             groups = [range(first, first + together) for first in range(0, 64, together)]
             for column0 in range(0, tile.extent, wave_first):
                 for k in range(8):
                     where = [(k0 + 8 * (x // 16) + k, column0 + x % 16 * tile.group) for x in LANES]
-                    yield [tile.address(lines[k], m // 8) + m % 8 * 2 for k, m in where], groups, size
+                    yield [tile.address(line_at[k], m // 8) + m % 8 * 2 for k, m in where], groups, size
 
 
 @pytest.mark.parametrize(("arch", "tile"), TILES, ids=IDS)

@@ -155,42 +155,44 @@ def _compile_in_child(root: Path) -> None:
     from flydsl._mlir import ir
     from flydsl._mlir.dialects import gpu
     from flydsl._mlir.passmanager import PassManager
-    from flydsl.compiler.llvm_options import llvm_options
 
-    failure = None
-    try:
-        launcher(*amd.placeholder_arguments(spec))
-    except Exception as error:
-        # The last step links. Without a linker it fails, after the module for code generation has been written.
-        failure = error
-    modules = list((root / "dump").glob("*/*_reconcile_unrealized_casts.mlir"))
-    if len(modules) != 1:
-        raise RuntimeError(f"FlyDSL wrote {len(modules)} lowered modules instead of one") from failure
-    text = modules[0].read_text()
+    def dumped(pattern):
+        files = list((root / "dump").glob(f"*/*_{pattern}"))
+        if len(files) != 1:
+            raise RuntimeError(f"FlyDSL wrote {len(files)} files *_{pattern} instead of one") from failure
+        return files[0].read_text()
 
-    def generate(form):
-        with llvm_options(launcher.compile_hints.get("llvm_options", {})), ir.Context() as context:
+    def binary_object(text, passes=None):
+        with ir.Context() as context:
             module = ir.Module.parse(text, context=context)
-            PassManager.parse(f"builtin.module(gpu-module-to-binary{{format={form}}})", context=context).run(
-                module.operation
-            )
+            if passes:
+                PassManager.parse(f"builtin.module({passes})", context=context).run(module.operation)
             for op in module.body.operations:
                 if op.operation.name == "gpu.binary":
                     return gpu.ObjectAttr(op.operation.attributes["objects"][0]).object
         raise RuntimeError("no gpu.binary in the compiled module")
 
-    (root / "kernel.s").write_bytes(generate("isa"))
-    note = "not linked: no ld.lld (LLVM 19 or newer) found"
-    if (root / "rocm/llvm/bin/ld.lld").exists():
-        if failure is not None:
-            raise failure
-        (root / "kernel.hsaco").write_bytes(generate("bin"))
-        note = ""
+    failure = None
+    try:
+        launcher(*amd.placeholder_arguments(spec))
+    except Exception as error:
+        # Without a linker the last step fails, after the module for code generation has been written.
+        if (root / "rocm/llvm/bin/ld.lld").exists():
+            raise
+        failure = error
+    note = ""
+    if failure is None:
+        (root / "kernel.s").write_text(dumped("final_isa.s"))
+        (root / "kernel.hsaco").write_bytes(binary_object(dumped("gpu_module_to_binary.mlir")))
+    else:
+        assembly = binary_object(dumped("reconcile_unrealized_casts.mlir"), "gpu-module-to-binary{format=isa}")
+        (root / "kernel.s").write_bytes(assembly)
+        note = "not linked: no ld.lld (LLVM 19 or newer) found"
     (root / "result.json").write_text(json.dumps({"link_note": note}))
 
 
 def parse(text: str, arch: str, code_object: bytes | None, link_note: str, tile_k: int) -> CompiledKernel:
-    """Read the assembly of one kernel. tile_k: K of one pipeline stage; a main-loop step covers one or two."""
+    """Read the assembly of one kernel. tile_k: K of one pipeline stage; the main loop has one barrier per stage."""
 
     def metadata(key, default=None):
         found = re.findall(rf"^[\s-]+\.{key}:\s+(\S+)", text, re.MULTILINE)
@@ -270,10 +272,8 @@ def _main_loop(text, tile_k):
             count["salu"] += 1
         else:
             raise ValueError(f"unknown kind of instruction in the main loop: {line}")
-    # One barrier per pipeline stage on gfx950, two on gfx942 (one on each side of the LDS writes).
-    stages = max(1, count["barriers"] // (2 if writes else 1))
     return MainLoop(
-        k=stages * tile_k, mfma=best_mfma, lds_reads=reads, lds_writes=writes, loads_to_lds=count["to_lds"],
+        k=max(1, count["barriers"]) * tile_k, mfma=best_mfma, lds_reads=reads, lds_writes=writes, loads_to_lds=count["to_lds"],
         loads=count["loads"], stores=count["stores"], waits=waits, barriers=count["barriers"], valu=count["valu"],
         copies=count["copies"], salu=count["salu"], instructions=len(best),
     )  # fmt: skip
