@@ -23,4 +23,5 @@ TARGETS = [
     Target("sim:gfx950", "cpu"),
     Target("sim:gfx942", "cpu"),
     Target("flydsl", "cuda"),
+    Target("hopper", "cuda"),
 ]

@@ -1,7 +1,7 @@
 """The only module that reads environment variables.
 
-FOURWAVE_BACKEND    backend for calls that name none: ``auto`` (default), ``native``, ``flydsl``, ``sim``, ``sim:gfx942``,
-                    ``sim:gfx950``, or one per precision, ``bf16=sim,fp32=native``. Read on every call, so a change of
+FOURWAVE_BACKEND    backend for calls that name none: ``auto`` (default), ``native``, ``flydsl``, ``hopper``, ``sim``,
+                    ``sim:gfx942``, ``sim:gfx950``, or one per precision, ``bf16=sim,fp32=native``. Read on every call, so a change of
                     ``os.environ`` takes effect at once.
 CC                  C compiler that builds the simulator's native core; unset: cc, gcc, clang, then the ziglang package.
 XDG_CACHE_HOME      folder that holds ``fourwave/``, the cache of what is built once per machine; unset: ``~/.cache``.

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from fourwave.backends.base import Backend
 from fourwave.backends.flydsl import FlyDSLBackend
+from fourwave.backends.hopper import HopperBackend
 from fourwave.backends.native import NativeBackend
 from fourwave.backends.sim import SimBackend
 
 _BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (FlyDSLBackend(), NativeBackend(), SimBackend("gfx942"), SimBackend("gfx950"))
+    backend.name: backend
+    for backend in (FlyDSLBackend(), HopperBackend(), NativeBackend(), SimBackend("gfx942"), SimBackend("gfx950"))
 }
 _ALIASES = {"sim": "sim:gfx950"}
 
 
 def names() -> list[str]:
-    """Names of all backends, aliases left out: "flydsl", "native", "sim:gfx942", "sim:gfx950"."""
+    """Names of all backends, aliases left out: "flydsl", "hopper", "native", "sim:gfx942", "sim:gfx950"."""
     return list(_BACKENDS)
 
 

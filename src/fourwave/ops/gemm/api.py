@@ -58,8 +58,8 @@ def gemm(
     out         written and returned: [..., N], or [M, N] with trans_a. Any strides that do not map two elements to one
                 place; no element may be shared with a, b or bias
     config      the kernel's tunables; default the backend's choice
-    backend     "auto", "native", "flydsl", "sim", "sim:gfx942", "sim:gfx950"; default what `use_backend` or
-                FOURWAVE_BACKEND says, else "auto"
+    backend     "auto", "native", "flydsl", "hopper", "sim", "sim:gfx942", "sim:gfx950"; default what `use_backend`
+                or FOURWAVE_BACKEND says, else "auto"
     returns     [..., N], or [M, N] with trans_a; contiguous unless `out` is given
 
     Operands may be views with any strides and offset; leading dimensions are flattened. Sums are kept in float32; alpha,

@@ -1,0 +1,105 @@
+"""CuTe DSL kernels on an NVIDIA Hopper GPU (sm_90)."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+
+from fourwave.backends import guard
+from fourwave.backends.base import Backend, Description
+
+if TYPE_CHECKING:
+    from fourwave.ops.gemm.config import GemmConfig
+    from fourwave.ops.gemm.problem import GemmProblem
+
+CAPABILITY = (9, 0)
+ARCH = "sm_90a"
+CUTEDSL_RANGE = ((4, 8), (4, 9))  # the range in pyproject.toml's extra `hopper`: first version, first version past it
+
+
+@functools.lru_cache(maxsize=1)
+def cutedsl_missing() -> str | None:
+    """Why CuTe DSL cannot be used, from its metadata alone (nothing is imported), or None."""
+    if importlib.util.find_spec("cutlass") is None:
+        return "nvidia-cutlass-dsl is not installed: pip install 'fourwave[hopper]'"
+    try:
+        version = importlib.metadata.version("nvidia-cutlass-dsl")
+    except importlib.metadata.PackageNotFoundError:
+        return "the installed cutlass is not nvidia-cutlass-dsl: pip install 'fourwave[hopper]'"
+    parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    low, high = CUTEDSL_RANGE
+    if not low <= parts < high:
+        wanted = f">={low[0]}.{low[1]},<{high[0]}.{high[1]}"
+        return f"nvidia-cutlass-dsl {version} is installed and {wanted} is needed: pip install 'fourwave[hopper]'"
+    return None
+
+
+@functools.lru_cache(maxsize=16)
+def _is_hopper(index: int) -> bool:
+    return torch.cuda.get_device_capability(index) == CAPABILITY
+
+
+@functools.lru_cache(maxsize=1)
+def _device_missing() -> str | None:
+    need = "needs an NVIDIA Hopper GPU (H100, H200) and a CUDA build of PyTorch"
+    if torch.version.cuda is None:
+        return f"{need}; this PyTorch ({torch.__version__}) has no CUDA support"
+    if not torch.cuda.is_available():
+        return f"{need}; PyTorch {torch.__version__} sees no GPU"
+    indices = range(torch.cuda.device_count())
+    if not any(_is_hopper(i) for i in indices):
+        return f"{need}; the GPUs here are {', '.join(torch.cuda.get_device_name(i) for i in indices)}"
+    return None
+
+
+class HopperBackend(Backend):
+    """The kernels in ops/*/sm90.py on the GPU that holds the operands."""
+
+    name = "hopper"
+
+    def unavailable(self, arch: str | None = None) -> str | None:
+        missing = [why for why in (cutedsl_missing(), guard.cutlass_conflict(), _device_missing()) if why]
+        if missing:
+            return "; ".join(missing)
+        if arch is not None and arch != ARCH:
+            return f"there are Hopper kernels for {ARCH}, not for {arch}"
+        return None
+
+    def why_unsupported(self, problem: GemmProblem, config: GemmConfig | None) -> str | None:
+        if problem.device_type != "cuda":
+            return f"the operands are on the {problem.device_type.upper()}, not on a Hopper GPU"
+        if not _is_hopper(torch.cuda.current_device()):
+            return f"the current device is a {torch.cuda.get_device_name()}; there are kernels for Hopper"
+        from fourwave.ops.gemm import sm90_config
+
+        return sm90_config.why_unsupported(problem, config)  # type: ignore[arg-type]
+
+    def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
+        from fourwave.ops.gemm.sm90_config import default_config
+
+        reasons = ["config given by the caller"]
+        chosen: object = config
+        if config is None:
+            chosen, reasons = default_config(problem)
+        return Description("ops/gemm/sm90.py", ARCH, chosen, list(reasons))  # type: ignore[arg-type]
+
+    def run_gemm(
+        self,
+        problem: GemmProblem,
+        config: GemmConfig | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        alpha: float,
+    ) -> list[str]:
+        from fourwave.ops.gemm import sm90_launch
+
+        if a.device.index == torch.cuda.current_device():
+            return sm90_launch.run(problem, config, a, b, out, bias=bias, alpha=alpha)  # type: ignore[arg-type]
+        with torch.cuda.device(a.device):
+            return sm90_launch.run(problem, config, a, b, out, bias=bias, alpha=alpha)  # type: ignore[arg-type]

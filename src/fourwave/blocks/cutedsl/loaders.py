@@ -1,0 +1,63 @@
+"""An operand of a GEMM on its way from global to shared memory, by TMA."""
+
+from dataclasses import dataclass
+
+from cutlass import cute
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+SWIZZLE_BYTES = 128
+
+
+@dataclass(frozen=True)
+class TmaLoader:
+    """Tiles of extent x tile_k elements, as wgmma reads them: swizzled in rows of 128 bytes of the contiguous dimension.
+
+    dtype        CuTe DSL element type
+    extent       tile rows (A) or columns (B)
+    k_contiguous whether K is the contiguous dimension; wgmma reads both, so nothing is transposed on the way
+    num_stages   shared-memory buffers
+    multicast    CTAs of the cluster that need the same tile; each loads its share and sends it to all
+
+    What lies outside the matrix arrives as zeros, so tails need nothing more.
+    """
+
+    dtype: type
+    extent: int
+    tile_k: int
+    k_contiguous: bool
+    num_stages: int
+    multicast: int
+
+    @property
+    def major(self):
+        return OperandMajorMode.K if self.k_contiguous else OperandMajorMode.MN
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.extent * self.tile_k * self.dtype.width // 8
+
+    def matrix(self, pointer, extent, K, row_stride):
+        """The operand as [extent, K]. row_stride: elements between rows as stored; TMA needs multiples of 16 bytes."""
+        row_stride = cute.assume(row_stride, divby=128 // self.dtype.width)
+        stride = (row_stride, 1) if self.k_contiguous else (1, row_stride)
+        return cute.make_tensor(pointer, cute.make_layout((extent, K), stride=stride))
+
+    def smem_layout(self):
+        """[extent, tile_k, stage]. Slabs of 64 along a contiguous extent lie one after the other."""
+        kind = warpgroup.SmemLayoutAtomKind.K_SW128 if self.k_contiguous else warpgroup.SmemLayoutAtomKind.MN_SW128
+        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
+        order = (0, 1, 2) if self.k_contiguous else (1, 0, 2)
+        return cute.tile_to_shape(atom, (self.extent, self.tile_k, self.num_stages), order=order)
+
+    def tma(self, matrix):
+        """(copy atom, coordinate tensor) for this matrix; called on the host side of the kernel."""
+        op = cpasync.CopyBulkTensorTileG2SOp() if self.multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        stage = cute.slice_(self.smem_layout(), (None, None, 0))
+        return cpasync.make_tiled_tma_atom(op, matrix, stage, (self.extent, self.tile_k), num_multicast=self.multicast)
+
+    def partition(self, atom, coordinates, smem, rank):
+        """(shared [copy, stage], global [copy, tile, k_tile]) of this CTA; rank: its number among the multicast CTAs."""
+        tiles = cute.local_tile(coordinates, (self.extent, self.tile_k), (None, None))
+        return cpasync.tma_partition(
+            atom, rank, cute.make_layout(self.multicast), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+        )

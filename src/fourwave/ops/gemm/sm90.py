@@ -1,0 +1,242 @@
+"""GEMM for Hopper: out[M, N] = act(alpha * sum_k a[m, k] * b[n, k] + bias[n]) (+ out).
+
+a, b    bfloat16 or float16, each with either dimension contiguous; accumulated in float32
+out     float32, bfloat16 or float16, N contiguous
+
+A CTA has one producer warpgroup, of which one thread works, and `consumers` consumer warpgroups. CTAs are persistent:
+cluster c computes tiles c, c + clusters, ... of the walk in blocks.cutedsl.schedule.
+
+Producer, for every tile and k step: wait until the stage is empty, then TMA both operands' tiles into it.
+Consumer, for every tile: for each k step wait until the stage is full, issue its wgmmas, wait for those of the step
+before, release that one's stage; then the epilogue. Cooperative: all consumers take the same stages, each its own rows.
+Pingpong: consumer i takes tiles i, i + 2, ... of the CTA and skips the other's stages, so one tile's epilogue runs beside
+the next one's products.
+
+Barriers, one pair per stage
+  full    1 arrival, the producer's, which announces the bytes; TMA completes them. All threads of the consumers wait.
+  empty   of every warp that consumes the stage, in this CTA and in those that receive its multicast: consumers' warps (4
+          each; of one consumer in pingpong) times (cluster_m + cluster_n - 1). The producer waits.
+Named barriers
+  1 + i     the 128 threads of consumer i, around its output buffers (blocks.cutedsl.epilogue).
+  TURN + i  pingpong: consumer i waits here for its turn at the stages; the other arrives when it has waited for the last
+            stage of its tile, and consumer 1 once at the start. Without it consumer i would wait for a stage more than
+            one phase ahead, and a wait that only knows the parity would return at once.
+
+Multicast: the CTAs of a cluster that share a row of tiles load A together, those that share a column B.
+
+Limits  bases and row strides are multiples of 16 bytes (the launcher copies what is not); extents fit in int32, strides are
+        64-bit; accumulate needs a float32 out.
+Source  wgmma, cp.async.bulk.tensor, mbarrier and setmaxnreg: PTX ISA 8.x. The division of work follows CUTLASS 3's
+        warp-specialised Hopper kernels and CuTe DSL's public examples.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from fourwave.blocks.cutedsl import mma as mma_block
+from fourwave.blocks.cutedsl.epilogue import Epilogue
+from fourwave.blocks.cutedsl.loaders import TmaLoader
+from fourwave.blocks.cutedsl.mma import WARPGROUP
+from fourwave.blocks.cutedsl.schedule import tile_of
+
+TURN = 4  # named barriers of the pingpong order; those below belong to the epilogues
+SMEM_ALIGN = 1024  # bytes: eight rows of 128, the period of the swizzle
+# Registers per thread after setmaxnreg; the kernel starts with 65536 / threads, rounded down to a multiple of 8.
+REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}  # consumers: (producer, consumer)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes that follow from a configuration."""
+
+    tile_m: int
+    tile_n: int
+    pingpong: bool
+    consumers: int
+    warpgroup_m: int
+    num_stages: int
+    cluster_m: int
+    cluster_n: int
+    group: int
+    along: str
+
+    @property
+    def threads(self) -> int:
+        return WARPGROUP * (1 + self.consumers)
+
+    @property
+    def empty_arrivals(self) -> int:
+        return 4 * (1 if self.pingpong else self.consumers) * (self.cluster_m + self.cluster_n - 1)
+
+
+def geometry(config) -> Geometry:
+    return Geometry(
+        config.tile_m, config.tile_n, config.schedule == "pingpong", config.consumers, config.warpgroup_m,
+        config.num_stages, config.cluster_m, config.cluster_n, config.group, config.along,
+    )  # fmt: skip
+
+
+class Gemm:
+    """One specialisation: __call__ is the launcher, kernel the device code."""
+
+    def __init__(self, geo: Geometry, loader_a: TmaLoader, loader_b: TmaLoader, epilogue: Epilogue):
+        self.geo, self.loader_a, self.loader_b, self.epilogue = geo, loader_a, loader_b, epilogue
+
+    @cute.jit
+    def __call__(
+        self, a: cute.Pointer, b: cute.Pointer, out: cute.Pointer, bias: cute.Pointer, M: Int32, N: Int32, K: Int32,
+        a_stride: Int64, b_stride: Int64, out_stride: Int64, alpha: Float32, num_clusters: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """a, b, out: bases; *_stride: elements between stored rows; bias: not read without a bias dtype."""
+        geo = self.geo
+        tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
+        tma_b, coordinates_b = self.loader_b.tma(self.loader_b.matrix(b, N, K, b_stride))
+        tma_out, coordinates_out = self.epilogue.tma(self.epilogue.matrix(out, M, N, out_stride))
+        self.kernel(
+            tma_a, coordinates_a, tma_b, coordinates_b, tma_out, coordinates_out, bias, M, N, K, alpha
+        ).launch(
+            grid=(num_clusters * geo.cluster_m * geo.cluster_n, 1, 1),
+            block=(geo.threads, 1, 1),
+            cluster=(geo.cluster_m * geo.cluster_n, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
+        tma_out: cute.CopyAtom, coordinates_out: cute.Tensor, bias: cute.Pointer, M: Int32, N: Int32, K: Int32,
+        alpha: Float32,
+    ):  # fmt: skip
+        geo, loader_a, loader_b, epilogue = self.geo, self.loader_a, self.loader_b, self.epilogue
+        thread = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            cpasync.prefetch_descriptor(tma_a)
+            cpasync.prefetch_descriptor(tma_b)
+            cpasync.prefetch_descriptor(tma_out)
+
+        # Prologue: barriers, buffers, this CTA's place in its cluster and the cluster's in the walk.
+        layout_a, layout_b = loader_a.smem_layout(), loader_b.smem_layout()
+        layout_out = epilogue.smem_layout(geo.consumers)
+
+        @cute.struct
+        class Storage:
+            barriers: cute.struct.MemRange[Int64, 2 * geo.num_stages]
+            a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
+            b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, cute.cosize(layout_b)], SMEM_ALIGN]
+            out: cute.struct.Align[cute.struct.MemRange[epilogue.out_dtype, cute.cosize(layout_out)], SMEM_ALIGN]
+
+        storage = SmemAllocator().allocate(Storage)
+        smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
+        smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        smem_out = storage.out.get_tensor(layout_out.outer, swizzle=layout_out.inner)
+
+        cluster = cute.make_layout((geo.cluster_m, geo.cluster_n, 1))
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        place = cluster.get_flat_coord(rank)
+        pipe = pipeline.PipelineTmaAsync.create(
+            barrier_storage=storage.barriers.data_ptr(),
+            num_stages=geo.num_stages,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, geo.empty_arrivals),
+            tx_count=loader_a.stage_bytes + loader_b.stage_bytes,
+            cta_layout_vmnk=cute.make_layout((1, geo.cluster_m, geo.cluster_n, 1)),
+            defer_sync=True,
+        )
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(geo.cluster_m, geo.cluster_n), is_relaxed=True)
+
+        k_tiles = cute.ceil_div(K, loader_a.tile_k)
+        tiles_m = cute.ceil_div(M, geo.tile_m * geo.cluster_m)  # of clusters
+        tiles_n = cute.ceil_div(N, geo.tile_n * geo.cluster_n)
+        num_tiles = tiles_m * tiles_n
+        num_clusters = cute.arch.grid_dim()[0] // (geo.cluster_m * geo.cluster_n)
+        first_tile = cute.arch.block_idx()[0] // (geo.cluster_m * geo.cluster_n)
+        pipeline.pipeline_init_wait(cluster_shape_mn=(geo.cluster_m, geo.cluster_n))
+
+        warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        producer_registers, consumer_registers = REGISTERS[geo.consumers]
+        if warpgroup_index == 0:
+            # Producer.
+            cute.arch.setmaxregister_decrease(producer_registers)
+            if warp == 0:
+                shared_a, global_a = loader_a.partition(tma_a, coordinates_a, smem_a, place[1])
+                shared_b, global_b = loader_b.partition(tma_b, coordinates_b, smem_b, place[0])
+                mask_a = mask_b = None
+                if cutlass.const_expr(geo.cluster_n > 1):
+                    mask_a = cute.make_layout_image_mask(cluster, place, mode=1)
+                if cutlass.const_expr(geo.cluster_m > 1):
+                    mask_b = cute.make_layout_image_mask(cluster, place, mode=0)
+                write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, geo.num_stages)
+                tile = first_tile
+                while tile < num_tiles:
+                    m_tile, n_tile = tile_of(tile, tiles_m, tiles_n, geo.group, geo.along)
+                    m_tile = m_tile * geo.cluster_m + place[0]
+                    n_tile = n_tile * geo.cluster_n + place[1]
+                    for k_tile in cutlass.range(k_tiles, unroll=1):
+                        pipe.producer_acquire(write)
+                        full = pipe.producer_get_barrier(write)
+                        cute.copy(
+                            tma_a, global_a[(None, m_tile, k_tile)], shared_a[(None, write.index)],
+                            tma_bar_ptr=full, mcast_mask=mask_a,
+                        )  # fmt: skip
+                        cute.copy(
+                            tma_b, global_b[(None, n_tile, k_tile)], shared_b[(None, write.index)],
+                            tma_bar_ptr=full, mcast_mask=mask_b,
+                        )  # fmt: skip
+                        write.advance()
+                    tile += num_clusters
+                # No CTA may end while another can still arrive at its barriers or send into its buffers.
+                pipe.producer_tail(write)
+        else:
+            # Consumers.
+            cute.arch.setmaxregister_increase(consumer_registers)
+            consumer = warpgroup_index - 1
+            mma = mma_block.tiled_mma(loader_a, loader_b, geo.tile_n)
+            slice_ = mma.get_slice(0)
+            row_block = Int32(0)
+            if cutlass.const_expr(not geo.pingpong):
+                row_block = consumer
+            own_a = cute.local_tile(smem_a, (geo.warpgroup_m, loader_a.tile_k, geo.num_stages), (row_block, 0, 0))
+            operand_a = mma.make_fragment_A(slice_.partition_A(own_a))
+            operand_b = mma.make_fragment_B(slice_.partition_B(smem_b))
+            acc = cute.make_rmem_tensor(mma.partition_shape_C((geo.warpgroup_m, geo.tile_n)), Float32)
+            own_out = cute.local_tile(
+                smem_out, (smem_out.shape[0], smem_out.shape[1], epilogue.buffers), (0, 0, consumer)
+            )
+            read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, geo.num_stages)
+            release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, geo.num_stages)
+            tile = first_tile
+            stride = num_clusters
+            if cutlass.const_expr(geo.pingpong):
+                tile += consumer * num_clusters
+                stride = geo.consumers * num_clusters
+                read.advance(consumer * k_tiles)
+                release.advance(consumer * k_tiles)
+                if consumer == 1:
+                    cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
+            while tile < num_tiles:
+                m_tile, n_tile = tile_of(tile, tiles_m, tiles_n, geo.group, geo.along)
+                m_tile = m_tile * geo.cluster_m + place[0]
+                n_tile = n_tile * geo.cluster_n + place[1]
+                if cutlass.const_expr(geo.pingpong):
+                    cute.arch.barrier(barrier_id=TURN + consumer, number_of_threads=2 * WARPGROUP)
+                read, release = mma_block.accumulate(pipe, read, release, mma, acc, operand_a, operand_b, k_tiles)
+                if cutlass.const_expr(geo.pingpong):
+                    cute.arch.barrier_arrive(barrier_id=TURN + 1 - consumer, number_of_threads=2 * WARPGROUP)
+                release = mma_block.finish(pipe, release)
+                epilogue.store(
+                    acc, mma, own_out, tma_out, coordinates_out, bias, N, alpha,
+                    m_tile * geo.tile_m + row_block * geo.warpgroup_m, n_tile * geo.tile_n, thread % WARPGROUP, consumer,
+                )  # fmt: skip
+                if cutlass.const_expr(geo.pingpong):
+                    read.advance((geo.consumers - 1) * k_tiles)
+                    release.advance((geo.consumers - 1) * k_tiles)
+                tile += stride
+            epilogue.drain(thread % WARPGROUP)
