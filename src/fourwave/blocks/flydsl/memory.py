@@ -95,7 +95,8 @@ class Buffer:
         """16 bytes per lane straight into LDS: lane l's land at lds_offset + 16 * l.
 
         lds_offset must be uniform over the wave. The load counts in vmcnt; the compiler does not wait for it
-        (wait_loads does), and lanes that are out of range write zeros.
+        (wait_loads does). Lanes that are out of range write zeros, for which the hardware's own rule is used
+        (triton-lang/triton, pull request 11435, tells it apart from global_load_lds, which leaves LDS as it was).
         """
         _rocdl.raw_ptr_buffer_load_async_lds(
             self.rsrc, _lds_address(lds, lds_offset), _i32(16), _i32(offset), _i32(0), _i32(0)
