@@ -19,7 +19,7 @@ from . import (
     private,
     reduce,
     vectors,
-)  # noqa: F401  they register their handlers
+)
 from .base import (
     HANDLERS,
     LDS_BANKS,
