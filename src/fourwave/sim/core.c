@@ -555,6 +555,16 @@ static inline void load_dwords(u32 *const *d, i32 n, i32 lane, const uint8_t *so
 #endif
 
 #define POISON 0xffffffffu
+
+/* A load that reaches past its allocation, once reported: the dwords that exist have their values, as on the machine. */
+static inline void load_what_exists(Group *g, u32 *const *d, i32 n, i32 lane, u64 x, u64 bytes) {
+    for (i32 i = 0; i < n; i++) {
+        u64 left = bytes > 4 * (u64)i ? bytes - 4 * i : 0;
+        d[i][lane] = left ? POISON : 0; /* none left: past a buffer's range */
+        if (left >= 4 && allowed(g, x + 4 * i, 4, 0)) memcpy(&d[i][lane], (const uint8_t *)(uintptr_t)(x + 4 * i), 4);
+    }
+}
+
 #define QUANTUM 400000 /* instructions after which a wave that meets a branch lets others go on: it may be waiting for one of them */
 
 
@@ -798,7 +808,7 @@ static void run_wave(Group *g, Wave *w) {
                         continue;
                     }
                     report(g, F_MEMORY, line, w, l, x, -1, -1, write);
-                    if (!write) for (i32 i = 0; i < n; i++) dest[i][l] = POISON;
+                    if (!write) load_what_exists(g, dest, n, l, x, bytes);
                     continue;
                 }
                 if (ordered) {} else if (write) global_write_check(g, w, x, bytes, l, line); else global_read_check(g, w, x, bytes, l, line);
@@ -837,7 +847,11 @@ static void run_wave(Group *g, Wave *w) {
                 if (stride) report(g, F_MEMORY, line, w, l, base, -1, -1, 5);
                 u64 x = base + o;
                 u64 inside = o >= records ? 0 : records - o >= (u64)bytes ? (u64)bytes : bytes < 4 ? 0 : (records - o) & ~3ull;
-                if (inside && !allowed(g, x, inside, kind == OP_BUFFER_STORE)) { report(g, F_MEMORY, line, w, l, x, -1, -1, kind == OP_BUFFER_STORE); inside = 0; }
+                if (inside && !allowed(g, x, inside, kind == OP_BUFFER_STORE)) {
+                    report(g, F_MEMORY, line, w, l, x, -1, -1, kind == OP_BUFFER_STORE);
+                    if (kind == OP_BUFFER_LOAD) { load_what_exists(g, dest, n, l, x, inside); continue; }
+                    inside = 0;
+                }
                 if (inside) { if (kind == OP_BUFFER_STORE) global_write_check(g, w, x, inside, l, line); else global_read_check(g, w, x, inside, l, line); }
                 if (kind == OP_BUFFER_LOAD) {
                     if (inside == (u64)bytes) load_dwords(dest, n, l, (const uint8_t *)(uintptr_t)x, bytes);

@@ -129,7 +129,9 @@ def _inline_asm(k: Lowering, o: Any) -> Value:
             continue
         if m := re.fullmatch(r"=&?[vas]", constraint):
             if len([s for s in slots if s.output]) == len(types):
-                raise k.fail(f"inline assembly with the constraints {','.join(constraints)} and {len(types)} results", o)
+                raise k.fail(
+                    f"inline assembly with the constraints {','.join(constraints)} and {len(types)} results", o
+                )
             t = types[len(slots)]
             slots.append(Slot(tuple(k.const(0xFFFFFFFF) for _ in range(dwords(t))), t, True))
             continue
@@ -291,7 +293,13 @@ _PLAIN_MFMA = {
     "v_mfma_i32_16x16x64_i8": "mfma.i32.16x16x64.i8", "v_mfma_i32_32x32x32_i8": "mfma.i32.32x32x32.i8",
 }  # fmt: skip
 _F8F6F4 = {"16x16x128": "mfma.scale.f32.16x16x128.f8f6f4", "32x32x64": "mfma.scale.f32.32x32x64.f8f6f4"}
-_F8F6F4_DWORDS = {0: 8, 1: 8, 2: 6, 3: 6, 4: 4}  # by format code: fp8, bf8, fp6, bf6, fp4 (CDNA4 ISA guide, CBSZ and BLGP)
+_F8F6F4_DWORDS = {
+    0: 8,
+    1: 8,
+    2: 6,
+    3: 6,
+    4: 4,
+}  # by format code: fp8, bf8, fp6, bf6, fp4 (CDNA4 ISA guide, CBSZ and BLGP)
 
 
 def _matrix(k: Lowering, line: Line, name: str, operands: list[Any], attributes: dict[str, Any]) -> None:
@@ -315,7 +323,12 @@ def _matrix(k: Lowering, line: Line, name: str, operands: list[Any], attributes:
     if handler is None:
         raise line.fail(f"rocdl.{name}")
     before, k.operands = k.operands, keys
-    fake = _Given(f"rocdl.{name}", attributes=attrs, results=[_Given("result", type=line.o.results[0].type)], location=line.o.location)
+    fake = _Given(
+        f"rocdl.{name}",
+        attributes=attrs,
+        results=[_Given("result", type=line.o.results[0].type)],
+        location=line.o.location,
+    )
     try:
         if len(line.o.results) != 1 or parse(str(line.o.results[0].type)) != target.type:
             raise line.fail("a matrix instruction among several results")
@@ -350,7 +363,9 @@ def _mfma(k: Lowering, line: Line) -> None:
     _matrix(k, line, _PLAIN_MFMA[line.mnemonic], [a, b, _accumulator(line, 3, _source(line, 0))], {})
 
 
-@_instruction(*(f"v_mfma_f32_{shape}_f8f6f4" for shape in _F8F6F4), *(f"v_mfma_scale_f32_{shape}_f8f6f4" for shape in _F8F6F4))
+@_instruction(
+    *(f"v_mfma_f32_{shape}_f8f6f4" for shape in _F8F6F4), *(f"v_mfma_scale_f32_{shape}_f8f6f4" for shape in _F8F6F4)
+)
 def _mfma_f8f6f4(k: Lowering, line: Line) -> None:
     """cbsz and blgp give A's and B's format; op_sel and op_sel_hi bits 0 and 1 the byte of A's and B's scales (LLVM, VOP3PInstructions.td)."""
     scaled = "_scale_" in line.mnemonic
@@ -384,7 +399,14 @@ _SIMPLE: dict[str, tuple[str, tuple[int, ...]]] = {
     "v_max_u32": ("UMAX", (1, 2)), "v_min_u32": ("UMIN", (1, 2)), "v_max_i32": ("SMAX", (1, 2)), "v_min_i32": ("SMIN", (1, 2)),
     "v_perm_b32": ("PERM", (1, 2, 3)), "v_alignbyte_b32": ("ALIGNBYTE", (1, 2, 3)), "v_alignbit_b32": ("ALIGNBIT", (1, 2, 3)),
 }  # fmt: skip
-_UNARY = {"v_exp_f32": "exp2", "v_log_f32": "log2", "v_rcp_f32": "rcp", "v_rsq_f32": "rsq", "v_sqrt_f32": "sqrt", "v_floor_f32": "floor"}
+_UNARY = {
+    "v_exp_f32": "exp2",
+    "v_log_f32": "log2",
+    "v_rcp_f32": "rcp",
+    "v_rsq_f32": "rsq",
+    "v_sqrt_f32": "sqrt",
+    "v_floor_f32": "floor",
+}
 
 
 @_instruction("v_mov_b32", "s_mov_b32", "v_accvgpr_read_b32", "v_accvgpr_write_b32", "v_accvgpr_mov_b32")

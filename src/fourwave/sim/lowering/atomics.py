@@ -25,7 +25,11 @@ def _kind(k: Lowering, o: Any, t: Type, op: int) -> int:
     """The type's number in lanes.h."""
     floating = op in (_FADD, 12, _FMAX, _FMIN)
     if not floating and (op in _INTEGER or op in (LOAD, STORE, CMPXCHG)):
-        if isinstance(t, (Int, Float, Ptr)) and t.bits in (32, 64) and (op == _XCHG or op > 18 or not isinstance(t, Float)):
+        if (
+            isinstance(t, (Int, Float, Ptr))
+            and t.bits in (32, 64)
+            and (op == _XCHG or op > 18 or not isinstance(t, Float))
+        ):
             return 0 if t.bits == 32 else 1
     elif floating:
         if t == Float("f32"):
@@ -54,7 +58,9 @@ def order_after(k: Lowering, o: Any, ordering: int) -> None:
         k.emit("FENCE", 2, 1)
 
 
-def _emit(k: Lowering, space: int, op: int, kind: int, pointer: Regs, operands: Regs, result: list[int], o: Any) -> None:
+def _emit(
+    k: Lowering, space: int, op: int, kind: int, pointer: Regs, operands: Regs, result: list[int], o: Any
+) -> None:
     if space == 3:
         k.emit("LDS_ATOMIC", op, kind, pointer[0], 0, list(operands), result)
     elif space in (0, 1):
@@ -90,6 +96,8 @@ _BUFFER = {"fadd": _FADD, "fmax": _FMAX, "smax": _SMAX, "umin": _UMIN, "cmpswap"
 @handles(*(f"rocdl.raw.ptr.buffer.atomic.{name}" for name in _BUFFER))
 def _buffer_atomic(k: Lowering, o: Any) -> Value:
     """(value, resource, voffset, soffset), or (new value, compared value, resource, ...); the old contents where the operation has a result."""
+    if not k.arch.startswith("gfx9"):
+        raise k.fail(f"{o.name} on {k.arch}", o)  # its buffer resource has another layout
     op = _BUFFER[o.name.rpartition(".")[2]]
     t, operands, first = k.operand_type(o, 0), k.operand(o, 0), 1
     if op == CMPXCHG:  # lanes.h wants the compared value first

@@ -79,7 +79,9 @@ def _update_dpp(k: Lowering, o: Any) -> Value:
     zero = int("boundCtrl" in o.attributes and k.ir.BoolAttr(o.attributes["boundCtrl"]).value)
     if not dpp_control_known(k.arch, control):
         raise k.fail(f"the DPP control {control:#x} on {k.arch}", o)
-    return tuple(k.out("DPP", old, new, control, rows, banks, zero) for old, new in zip(k.operand(o, 0), k.operand(o, 1)))
+    return tuple(
+        k.out("DPP", old, new, control, rows, banks, zero) for old, new in zip(k.operand(o, 0), k.operand(o, 1))
+    )
 
 
 @handles("rocdl.ds_swizzle")
