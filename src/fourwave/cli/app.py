@@ -159,3 +159,55 @@ def bench_sim(
     from fourwave.cli.bench import run_bench_sim
 
     run_bench_sim(arch, repeats, json)
+
+
+@app.command(name="sim", context_settings={"allow_interspersed_args": False})
+def sim_command(
+    script: Annotated[
+        Path, typer.Argument(metavar="SCRIPT", help="A Python script with FlyDSL launches, written for a GPU.")
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments.")
+    ] = None,
+    arch: Annotated[
+        str, typer.Option("--arch", metavar="ARCH", help="GPU to simulate: gfx950, gfx942, gfx1250.")
+    ] = "gfx950",
+    checks: Annotated[
+        str, typer.Option("--checks", metavar="LIST", help="all, or some of memory,init,race,wait,barrier,global.")
+    ] = "all",
+    completion: Annotated[
+        str, typer.Option("--completion", metavar="WHEN", help="When copies to LDS land: late, early or random.")
+    ] = "late",
+    schedule: Annotated[
+        str,
+        typer.Option(
+            "--schedule", metavar="ORDER", help="Turns of a workgroup's waves: forward, reverse, random:SEED."
+        ),
+    ] = "forward",
+    threads: Annotated[int | None, typer.Option("--threads", help="Host threads; all cores by default.")] = None,
+    step_limit: Annotated[
+        int, typer.Option("--step-limit", help="Stop a wave after so many instructions; 0: never.")
+    ] = 0,
+    mutate: Annotated[
+        bool,
+        typer.Option(
+            "--mutate", help="Plant every fault, one at a time, in each kernel, and report which go unnoticed."
+        ),
+    ] = False,
+    expect: Annotated[
+        Path | None,
+        typer.Option("--expect", metavar="FILE", help="Survivors of --mutate that are known, with reasons."),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Run a FlyDSL script written for an AMD GPU on a machine without one, and check its kernels.
+
+    `.cuda()`, `device="cuda"`, streams and events are served on the CPU for the script's process.
+    Exit status: the script's own, or 1 when a checker found something.
+    """
+    from fourwave.cli.sim import run
+
+    run(
+        script, arguments or [], arch=arch, checks=checks, completion=completion, schedule=schedule, threads=threads,
+        step_limit=step_limit, mutate=mutate, expect=expect, json_file=json_file,
+    )  # fmt: skip

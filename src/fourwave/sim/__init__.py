@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import native
+from .harness import Harness
 from .launch import CHECKS, Options
 from .lowering import WAVE_SIZE, UnknownOperation
 from .mutate import Mutation
 from .report import Finding, Launch, Report, SimulationError
+from .run import run
 
 ARCHS = tuple(WAVE_SIZE)
 
@@ -34,6 +36,7 @@ class Session:
     on_finding: str
     report: Report
     tracked: list[tuple[int, int]] = field(default_factory=list)
+    harness: Any = None  # harness.Harness, or None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -69,6 +72,7 @@ def session(
     count_bank_conflicts: bool = False,
     workgroups: range | None = None,
     mutate: Mutation | None = None,
+    harness: Harness | None = None,
 ) -> Iterator[Report]:
     """Run the FlyDSL launches of the block on the simulator, with CPU tensors, and yield the Report they add to.
 
@@ -82,6 +86,7 @@ def session(
     count_bank_conflicts   fill the counters lds_read_cycles and lds_read_cycles_ideal (slower)
     workgroups  simulate only this range of the launch's linear workgroup ids (x fastest)
     mutate      plant a fault in every kernel (fourwave.sim.mutate)
+    harness     plant every fault, one at a time, at each kernel's first launch (fourwave.sim.harness)
     Raises ValueError for an option that is not one of these, RuntimeError if the simulator cannot run here.
     """
     if on_finding not in ("record", "raise"):
@@ -93,7 +98,7 @@ def session(
         raise ValueError(reason) if arch not in ARCHS else RuntimeError(reason)
     from .flydsl_hook import enter
 
-    opened = Session(arch, options, on_finding, Report())
+    opened = Session(arch, options, on_finding, Report(), harness=harness)
     with enter(opened):
         yield opened.report
 
@@ -121,6 +126,6 @@ def reset_report() -> Report:
 
 
 __all__ = [
-    "ARCHS", "CHECKS", "Finding", "Launch", "Report", "Session", "SimulationError", "UnknownOperation", "active_session", "current_report",
-    "reset_report", "session", "unavailable",
+    "ARCHS", "CHECKS", "Finding", "Harness", "Launch", "Report", "Session", "SimulationError", "UnknownOperation", "active_session",
+    "current_report", "reset_report", "run", "session", "unavailable",
 ]  # fmt: skip

@@ -117,9 +117,12 @@ class Kernels:
     def program(self, name: str, mutate: Any) -> Any:
         key = name, mutate
         if key not in self.programs:
-            with self.context, _without_source_capture():
-                self.programs[key] = lower_kernel(self.ir, *self.kernels[name], self.arch, mutate)
+            self.programs[key] = self.lower(name, mutate)
         return self.programs[key]
+
+    def lower(self, name: str, mutate: Any) -> Any:
+        with self.context, _without_source_capture():
+            return lower_kernel(self.ir, *self.kernels[name], self.arch, mutate)
 
     def call(self, packed: int, memory: Memory) -> None:
         with self.lock:
@@ -132,16 +135,17 @@ class Kernels:
     ) -> None:
         session = active()
         assert session is not None
-        report = run(
-            self.program(kernel, session.options.mutate),
-            grid,
-            block,
-            dynamic_lds,
-            arguments,
-            self.memory,
-            session.options,
-            cluster,
-        )
+        options, memory = session.options, self.memory
+
+        def simulate(program: Any) -> Report:
+            return run(program, grid, block, dynamic_lds, arguments, memory, options, cluster)
+
+        if session.harness is None:
+            report = simulate(self.program(kernel, options.mutate))
+        else:
+            report = session.harness(
+                kernel, (id(self), kernel), lambda mutate: self.lower(kernel, mutate), simulate, memory
+            )
         session.report.add(report)
         if report.findings and session.on_finding == "raise":
             raise SimulationError(report)

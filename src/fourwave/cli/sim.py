@@ -1,0 +1,132 @@
+"""fourwave sim: run a FlyDSL script written for a GPU on the simulator, with its checkers; with --mutate, also every planted fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.markup import escape
+
+from fourwave import sim
+from fourwave.cli import console as con
+from fourwave.sim.harness import STEP_LIMIT, Harness, Outcome, read_expectations
+from fourwave.sim.script import run_script
+
+
+def run(
+    script: Path,
+    arguments: list[str],
+    *,
+    arch: str,
+    checks: str,
+    completion: str,
+    schedule: str,
+    threads: int | None,
+    step_limit: int,
+    mutate: bool,
+    expect: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Exit status: the script's own if not 0; else 1 with findings, or with survivors that `expect` does not accept; else 0."""
+    if not script.is_file():
+        con.fail(f"no such script: {script}")
+    if expect is not None and not mutate:
+        con.fail("--expect lists accepted survivors of --mutate; give both")
+    wanted = sim.CHECKS if checks == "all" else tuple(c.strip() for c in checks.split(",") if c.strip())
+    accepted: dict[str, str] = {}
+    if expect is not None:
+        try:
+            accepted = read_expectations(expect.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            con.fail(f"{expect}: {error}")
+    err = con.stderr()
+
+    def progress(kernel: str, done: int, total: int) -> None:
+        if err.is_terminal or done in (1, total) or done % 25 == 0:
+            err.print(f"{kernel}: fault {done} of {total}", end="\r" if err.is_terminal and done < total else "\n")
+
+    harness = Harness(progress=progress) if mutate else None
+    try:
+        status, report = run_script(
+            script, arguments, arch, checks=wanted, completion=completion, schedule=schedule, threads=threads,
+            step_limit=step_limit or (STEP_LIMIT if mutate else 0), harness=harness,
+        )  # fmt: skip
+    except ValueError as error:
+        if _from_script(error, script):
+            raise
+        con.fail(str(error))
+    except RuntimeError as error:
+        if _from_script(error, script) or sim.unavailable(arch) is None:
+            raise
+        con.fail(str(error))
+    out = con.stdout()
+    out.print(f"\n[bold]{script}[/] on the simulated {arch}: {_summary(report)}", soft_wrap=True)
+    for finding in report.findings:
+        out.print(escape(str(finding)), soft_wrap=True)
+    unexpected: list[Outcome] = []
+    if harness is not None:
+        unexpected = _show_faults(out, harness, accepted)
+    if json_file is not None:
+        con.write_json(json_file, _record(script, arch, status, report, harness))
+    raise typer.Exit(status or int(bool(report.findings or unexpected)))
+
+
+def _from_script(error: BaseException, script: Path) -> bool:
+    """Whether the error was raised by the script or what it called, and not by the simulator's own options."""
+    name = str(script)
+    return any(
+        frame.filename == name or Path(frame.filename) == script.resolve()
+        for frame in traceback.extract_tb(error.__traceback__)
+    )
+
+
+def _summary(report: sim.Report) -> str:
+    return (
+        f"{len(report.launches)} launches, {report.workgroups} workgroups, {report.seconds:.2f} s in the simulator, "
+        f"{len(report.findings)} findings"
+    )
+
+
+def _show_faults(out: Any, harness: Harness, accepted: dict[str, str]) -> list[Outcome]:
+    """Print the faults by kernel and the survivors; return those that are not accepted."""
+    table = con.table()
+    for name in ("kernel", "fault", "planted", "by a finding", "by the output", "survived"):
+        table.add_column(name, justify="left" if name in ("kernel", "fault") else "right")
+    groups: dict[tuple[str, str], list[Outcome]] = {}
+    for outcome in harness.outcomes:
+        groups.setdefault((outcome.kernel, outcome.fault.rpartition(" #")[0]), []).append(outcome)
+    for (kernel, kind), outcomes in groups.items():
+        counts = [sum(o.how.startswith(how) for o in outcomes) for how in ("finding", "output")]
+        table.add_row(kernel, kind, str(len(outcomes)), *map(str, counts), str(sum(o.survived for o in outcomes)))
+    con.show(out, table, "Planted faults")
+    unexpected = []
+    for outcome in harness.survivors:
+        reason = accepted.get(outcome.key)
+        if reason is None:
+            unexpected.append(outcome)
+        out.print(
+            escape(f"survivor: {outcome.key} at {outcome.file}:{outcome.line}" + (f"  # {reason}" if reason else "")),
+            soft_wrap=True,
+        )
+    for key in accepted.keys() - {o.key for o in harness.survivors}:
+        out.print(escape(f"accepted survivor that is now caught, or no longer there: {key}"), soft_wrap=True)
+    caught = len(harness.outcomes) - len(harness.survivors)
+    out.print(
+        f"{caught} of {len(harness.outcomes)} faults caught; {len(harness.survivors) - len(unexpected)} accepted; {len(unexpected)} unexplained"
+    )
+    return unexpected
+
+
+def _record(script: Path, arch: str, status: int, report: sim.Report, harness: Harness | None) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "script": str(script), "arch": arch, "status": status, "python": sys.version.split()[0],
+        "launches": [dataclasses.asdict(x) for x in report.launches],
+        "findings": [dataclasses.asdict(x) for x in report.findings],
+    }  # fmt: skip
+    if harness is not None:
+        record["faults"] = [dataclasses.asdict(x) for x in harness.outcomes]
+    return record
