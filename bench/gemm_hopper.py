@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ SMALL = (
     (64, 4096, 4096), (128, 4096, 4096), (256, 8192, 8192), (512, 4096, 4096), (1024, 1024, 1024), (1024, 4096, 4096),
     (2048, 2048, 2048), (2048, 4096, 4096),
 )  # fmt: skip
+LARGE = ((16384, 8192, 28672), (16384, 16384, 53248), (32768, 18432, 16384), (59136, 8192, 32768), (8192, 57344, 8192))
+SHAPES = {"sweep": SWEEP, "small": SMALL, "large": LARGE}
 SAMPLE_SECONDS = 1e-3
 
 
@@ -152,7 +155,16 @@ def machine() -> dict[str, object]:
 
 
 def measure(
-    name: str, M: int, N: int, K: int, layout: str, dtype: torch.dtype, sweep: bool, samples: int, l2_bytes: int
+    name: str,
+    M: int,
+    N: int,
+    K: int,
+    layout: str,
+    dtype: torch.dtype,
+    sweep: bool,
+    groups: list[int],
+    samples: int,
+    l2_bytes: int,
 ) -> tuple[dict[str, Any], str]:
     """One row: its record, without times where a check failed, and what to print."""
     problem = GemmProblem(M, N, K, layout, dtype, dtype, dtype, device_type="cuda")
@@ -162,7 +174,8 @@ def measure(
     trans = {"trans_a": layout == "NT", "trans_b": layout == "TN"}
     configs: dict[str, Any] = {"fourwave": None}
     if sweep:
-        configs = {str(config): config for config in sm90_config.candidates(problem)}
+        tried = [replace(c, group=g) for c in sm90_config.candidates(problem) for g in (groups or [c.group])]
+        configs = {str(config): config for config in tried}
 
     def ours(turn: int, config: Any) -> None:
         fw.gemm(*sets[turn % num_sets], out=out, backend="hopper", config=config, **trans)
@@ -209,11 +222,12 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=["llm81", "sweep", "small"], default="sweep")
+    parser.add_argument("--suite", choices=["llm81", *SHAPES], default="sweep")
     parser.add_argument("--layouts", default="TN")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--configs", choices=["default", "all"], default="default")
+    parser.add_argument("--groups", default="", help="with --configs all: each config at each of these band widths")
     parser.add_argument("--commit", default="", help="commit of the measured tree, for the record")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no row after this time")
     parser.add_argument("--every", type=int, default=1, help="only every n-th row of the suite")
@@ -225,18 +239,21 @@ def main() -> None:
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     torch.manual_seed(0)
     layouts = args.layouts.split(",")
+    groups = [int(group) for group in args.groups.split(",") if group]
     rows: list[dict[str, Any]] = []
     skipped = 0
     for layout in layouts:
         if args.suite == "llm81":
             shapes = [(str(row), row.gemm(layout)) for row in llm81()]
         else:
-            shapes = [(args.suite, shape) for shape in (SWEEP if args.suite == "sweep" else SMALL)]
+            shapes = [(args.suite, shape) for shape in SHAPES[args.suite]]
         for name, shape in shapes[:: args.every]:
             if time.monotonic() - began > args.seconds:
                 skipped += 1
                 continue
-            row, text = measure(name, *shape, layout, DTYPES[args.dtype], args.configs == "all", args.samples, l2_bytes)
+            row, text = measure(
+                name, *shape, layout, DTYPES[args.dtype], args.configs == "all", groups, args.samples, l2_bytes
+            )
             rows.append(row)
             print(text, flush=True)
     host = host_seconds()

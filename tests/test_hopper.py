@@ -245,7 +245,7 @@ def test_graph_capture() -> None:
         graph.replay()
         torch.cuda.synchronize()
         bounds.assert_within(out, gemm_reference(a, b), bounds.gemm_bound(a, b, BF16))
-    cold = replace(default_config(problem())[0], group=3)
+    cold = replace(HopperConfig(), num_stages=3)
     with pytest.raises(RuntimeError, match="warm up first"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         fw.gemm(a, b, out=out, backend="hopper", config=cold)  # type: ignore[arg-type]
 

@@ -5,7 +5,7 @@ from cutlass import Int32, cute
 
 
 @cute.jit
-def tile_of(index: Int32, tiles_m: Int32, tiles_n: Int32, group: cutlass.Constexpr, along: cutlass.Constexpr):
+def tile_of(index: Int32, tiles_m: Int32, tiles_n: Int32, group: Int32, along: cutlass.Constexpr):
     """(m_tile, n_tile) of tile number `index`.
 
     A band is `group` tiles wide along `along` and spans the other dimension; inside it the walk runs across the band
@@ -17,7 +17,7 @@ def tile_of(index: Int32, tiles_m: Int32, tiles_n: Int32, group: cutlass.Constex
     band_tiles = group * tiles_long
     band = index // band_tiles
     rest = index - band * band_tiles
-    width = cutlass.min(Int32(group), tiles_wide - band * group)
+    width = cutlass.min(group, tiles_wide - band * group)
     along_band = rest // width
     across = band * group + (rest - along_band * width)
     if cutlass.const_expr(along == "n"):

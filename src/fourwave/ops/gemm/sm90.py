@@ -63,7 +63,6 @@ class Geometry:
     num_stages: int
     cluster_m: int
     cluster_n: int
-    group: int
     along: str
 
     @property
@@ -78,7 +77,7 @@ class Geometry:
 def geometry(config) -> Geometry:
     return Geometry(
         config.tile_m, config.tile_n, config.schedule == "pingpong", config.consumers, config.warpgroup_m,
-        config.num_stages, config.cluster_m, config.cluster_n, config.group, config.along,
+        config.num_stages, config.cluster_m, config.cluster_n, config.along,
     )  # fmt: skip
 
 
@@ -91,15 +90,17 @@ class Gemm:
     @cute.jit
     def __call__(
         self, a: cute.Pointer, b: cute.Pointer, out: cute.Pointer, bias: cute.Pointer, M: Int32, N: Int32, K: Int32,
-        a_stride: Int64, b_stride: Int64, out_stride: Int64, alpha: Float32, num_clusters: Int32, stream: cuda.CUstream,
+        a_stride: Int64, b_stride: Int64, out_stride: Int64, alpha: Float32, num_clusters: Int32, group: Int32,
+        stream: cuda.CUstream,
     ):  # fmt: skip
-        """a, b, out: bases; *_stride: elements between stored rows; bias: not read without a bias dtype."""
+        """a, b, out: bases; *_stride: elements between stored rows; bias: not read without a bias dtype;
+        group: width of a band of clusters, see tile_of."""
         geo = self.geo
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
         tma_b, coordinates_b = self.loader_b.tma(self.loader_b.matrix(b, N, K, b_stride))
         tma_out, coordinates_out = self.epilogue.tma(self.epilogue.matrix(out, M, N, out_stride))
         self.kernel(
-            tma_a, coordinates_a, tma_b, coordinates_b, tma_out, coordinates_out, bias, M, N, K, alpha
+            tma_a, coordinates_a, tma_b, coordinates_b, tma_out, coordinates_out, bias, M, N, K, alpha, group
         ).launch(
             grid=(num_clusters * geo.cluster_m * geo.cluster_n, 1, 1),
             block=(geo.threads, 1, 1),
@@ -112,7 +113,7 @@ class Gemm:
     def kernel(
         self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
         tma_out: cute.CopyAtom, coordinates_out: cute.Tensor, bias: cute.Pointer, M: Int32, N: Int32, K: Int32,
-        alpha: Float32,
+        alpha: Float32, group: Int32,
     ):  # fmt: skip
         geo, loader_a, loader_b, epilogue = self.geo, self.loader_a, self.loader_b, self.epilogue
         thread = cute.arch.thread_idx()[0]
@@ -176,7 +177,7 @@ class Gemm:
                 write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, geo.num_stages)
                 tile = first_tile
                 while tile < num_tiles:
-                    m_tile, n_tile = tile_of(tile, tiles_m, tiles_n, geo.group, geo.along)
+                    m_tile, n_tile = tile_of(tile, tiles_m, tiles_n, group, geo.along)
                     m_tile = m_tile * geo.cluster_m + place[0]
                     n_tile = n_tile * geo.cluster_n + place[1]
                     for k_tile in cutlass.range(k_tiles, unroll=1):
@@ -222,7 +223,7 @@ class Gemm:
                 if consumer == 1:
                     cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
             while tile < num_tiles:
-                m_tile, n_tile = tile_of(tile, tiles_m, tiles_n, geo.group, geo.along)
+                m_tile, n_tile = tile_of(tile, tiles_m, tiles_n, group, geo.along)
                 m_tile = m_tile * geo.cluster_m + place[0]
                 n_tile = n_tile * geo.cluster_n + place[1]
                 if cutlass.const_expr(geo.pingpong):

@@ -146,15 +146,25 @@ def _why_config_unsupported(config: HopperConfig, elem_bytes: int, out_dtype: to
     return None
 
 
-_CANDIDATES = (
-    HopperConfig(128, 256),
-    HopperConfig(256, 128, cluster_m=1, cluster_n=2),
-    HopperConfig(128, 128, schedule="pingpong", num_stages=6),
-    HopperConfig(128, 128, schedule="pingpong", num_stages=6, group=6),
-    HopperConfig(128, 192, schedule="pingpong", cluster_m=1, cluster_n=2),
-    HopperConfig(128, 192, schedule="pingpong", cluster_m=1, cluster_n=2, group=14),
-    HopperConfig(256, 192, num_stages=3, cluster_m=1, cluster_n=2),
-)
+# The tiles that the default is chosen from. Left out, because they won nowhere by more than noise on the 81 LLM shapes
+# (docs/hopper.md): 128x256 cooperative, 192x128 with three consumers, 64x256 pingpong, other band widths.
+WIDE = HopperConfig(256, 128, cluster_m=1, cluster_n=2)
+SQUARE = HopperConfig(128, 128, schedule="pingpong", num_stages=6)
+LONG = HopperConfig(128, 192, schedule="pingpong", cluster_m=1, cluster_n=2)
+HUGE = HopperConfig(256, 192, num_stages=3, cluster_m=1, cluster_n=2)
+HALF = HopperConfig(128, 64, schedule="pingpong", num_stages=8, cluster_m=1)
+LOW = HopperConfig(64, 128, schedule="pingpong", num_stages=8, cluster_m=1)
+SMALL = HopperConfig(64, 64, schedule="pingpong", num_stages=12, store_stages=1, cluster_m=1)
+_CANDIDATES = (WIDE, SQUARE, LONG, HUGE, HALF, LOW, SMALL)
+
+# A model of the time, its constants from one H200 (docs/hopper.md). Rates are relative to WIDE on full waves.
+_SM_FLOPS = 5.9e12  # of WIDE's main loop, per SM and second
+_STORE_SECONDS = 0.8e-6  # of a 256x128 tile, where nothing else runs meanwhile
+_RATES = {HALF: 0.58, LOW: 0.56, SMALL: 0.42}
+_COOL_VOLUME = 2.4e11  # M * N * K up to which the chip is not at its power limit, where SQUARE's extra reads cost most
+# Over many long tiles CTAs drift apart and share less through L2; the larger a tile, the less it needs to. In
+# M * N * K * sqrt(K / 8192): from where SQUARE and LONG lose to WIDE, and WIDE to HUGE.
+_DRIFT_VOLUMES = 5e12, 2.5e13
 
 
 def candidates(problem: GemmProblem) -> list[HopperConfig]:
@@ -162,6 +172,43 @@ def candidates(problem: GemmProblem) -> list[HopperConfig]:
     return [config for config in _CANDIDATES if why_unsupported(problem, config) is None]
 
 
+def _rate(problem: GemmProblem, config: HopperConfig) -> float:
+    volume = problem.M * problem.N * problem.K
+    drift = volume * (problem.K / 8192) ** 0.5
+    cool = volume < _COOL_VOLUME
+    if config == HUGE:
+        return 1.02 if drift > _DRIFT_VOLUMES[1] else 0.97
+    if config in (SQUARE, LONG) and drift > _DRIFT_VOLUMES[0]:
+        return 0.8
+    if config == SQUARE:
+        return 0.975 if cool else 1.01
+    if config == LONG:
+        return 0.985 if cool else 1.0
+    return _RATES.get(config, 1.0)
+
+
+def _seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
+    """(modelled time of the busiest CTA, its tiles)."""
+    clusters = NUM_SMS // config.cluster_size
+    tiles = -(-problem.M // (config.tile_m * config.cluster_m)) * -(-problem.N // (config.tile_n * config.cluster_n))
+    per_cta = -(-tiles // clusters)
+    area = config.tile_m * config.tile_n
+    k_steps = -(-problem.K // config.tile_k)
+    multiply = 2 * area * k_steps * config.tile_k / (_SM_FLOPS * _rate(problem, config))
+    store = _STORE_SECONDS * area / (256 * 128)
+    # Pingpong hides every store but the last behind the other warpgroup's products.
+    stores = per_cta if config.schedule == "cooperative" else 1
+    return per_cta * multiply + stores * store, per_cta
+
+
 @functools.lru_cache(maxsize=4096)
 def default_config(problem: GemmProblem) -> tuple[HopperConfig, list[str]]:
-    return _CANDIDATES[0], ["the only one so far"]
+    """The candidate of least modelled time, and why."""
+    modelled = {config: _seconds(problem, config) for config in candidates(problem)}
+    best = min(modelled, key=lambda config: modelled[config][0])
+    seconds, per_cta = modelled[best]
+    reasons = [f"least modelled time of {len(modelled)} tiles: {seconds * 1e6:.1f} us, {per_cta} tiles per CTA"]
+    for config, (other, _) in modelled.items():
+        if config != best and other < 1.1 * seconds:
+            reasons.append(f"{config.tile_m}x{config.tile_n} {config.schedule}: {other * 1e6:.1f} us")
+    return best, reasons

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ ALIGN_BYTES = 16  # of bases and row strides, for TMA
 
 @dataclass(frozen=True)
 class Specialisation:
-    """Everything that is fixed when a kernel is compiled. Sizes, strides, pointers and alpha are run-time values."""
+    """Everything that is fixed when a kernel is compiled. Sizes, strides, pointers, alpha and the width of the bands are
+    run-time values: config.group is 1 here."""
 
     config: HopperConfig
     layout: str
@@ -32,7 +33,7 @@ class Specialisation:
 
 def specialise(problem: GemmProblem, config: HopperConfig) -> Specialisation:
     return Specialisation(
-        config, problem.layout, problem.a_dtype, problem.out_dtype, problem.bias_dtype, problem.activation,
+        replace(config, group=1), problem.layout, problem.a_dtype, problem.out_dtype, problem.bias_dtype, problem.activation,
         problem.accumulate,
     )  # fmt: skip
 
@@ -79,7 +80,7 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
         pointer(element, ALIGN_BYTES),
         pointer(out_type, ALIGN_BYTES),
         pointer(bias_type or out_type),
-        one, one, one, stride, stride, stride, Float32(1.0), one,
+        one, one, one, stride, stride, stride, Float32(1.0), one, one,
         cuda.CUstream(0),
     )  # fmt: skip
 
@@ -91,7 +92,7 @@ class _Block(ctypes.Structure):
         ("a", ctypes.c_uint64), ("b", ctypes.c_uint64), ("out", ctypes.c_uint64), ("bias", ctypes.c_uint64),
         ("M", ctypes.c_int32), ("N", ctypes.c_int32), ("K", ctypes.c_int32),
         ("a_stride", ctypes.c_int64), ("b_stride", ctypes.c_int64), ("out_stride", ctypes.c_int64),
-        ("alpha", ctypes.c_float), ("num_clusters", ctypes.c_int32), ("stream", ctypes.c_uint64),
+        ("alpha", ctypes.c_float), ("num_clusters", ctypes.c_int32), ("group", ctypes.c_int32), ("stream", ctypes.c_uint64),
         ("result", ctypes.c_int32),
     )  # fmt: skip
 
@@ -104,13 +105,13 @@ class _Plan:
     """
 
     def __init__(
-        self, spec: Specialisation, executor: Any, problem: GemmProblem, strides: tuple[int, int, int], num_sms: int
+        self, config: HopperConfig, executor: Any, problem: GemmProblem, strides: tuple[int, int, int], num_sms: int
     ):
-        config = spec.config
         tiles_m = -(-problem.M // (config.tile_m * config.cluster_m))
         tiles_n = -(-problem.N // (config.tile_n * config.cluster_n))
         block = self.block = _Block(M=problem.M, N=problem.N, K=problem.K)
         block.a_stride, block.b_stride, block.out_stride = strides
+        block.group = config.group
         block.num_clusters = min(tiles_m * tiles_n, num_sms // config.cluster_size)
         base = ctypes.addressof(block)
         addresses = [base + getattr(_Block, name).offset for name, *_ in _Block._fields_]
@@ -217,7 +218,7 @@ def _prepare(
     plan = plans.get(own_key)
     if plan is None:
         spec = specialise(problem, chosen)
-        plan = plans[own_key] = _Plan(spec, _executor(spec), problem, strides, _num_sms(key[2]))
+        plan = plans[own_key] = _Plan(chosen, _executor(spec), problem, strides, _num_sms(key[2]))
     plan.launch(
         a.data_ptr(), b.data_ptr(), target.data_ptr(), 0 if bias is None else bias.data_ptr(), alpha,
         torch._C._cuda_getCurrentRawStream(key[2]),
