@@ -78,7 +78,10 @@ class Address:
 
 
 def words(value: Any) -> tuple[list[int], list[tuple[int, int]]]:
-    """A kernel argument's dwords, and the allocations it brings: an array or Address is a pointer, an int i32, a (int,) i64."""
+    """A kernel argument's dwords, and the allocations it brings: an array or Address is a pointer, an int i32, a (int,) i64, a list a struct."""
+    if isinstance(value, list):
+        parts = [words(v) for v in value]
+        return [w for p, _ in parts for w in p], [r for _, ranges in parts for r in ranges]
     if isinstance(value, np.ndarray):
         value = Address(value)
     if isinstance(value, Address):
