@@ -14,7 +14,7 @@ _TEXT: dict[tuple[str, int], str] = {
     ("memory", 1): "writes global memory outside every allocation of the launch",
     ("memory", 2): "accesses LDS past the workgroup's allocation",
     ("memory", 3): "writes LDS past the workgroup's allocation",
-    ("memory", 4): "a transposing LDS read at an address that is not 8-byte aligned",
+    ("memory", 4): "a transposing read at an address that is not aligned to its size (8 or 16 bytes)",
     ("memory", 5): "a buffer resource with a stride; only raw buffers (stride 0) are modelled",
     ("memory", 6): "a copy to LDS that straddles the end of its buffer resource",
     ("memory", 7): "a copy to LDS whose LDS address differs between lanes; the hardware uses the first lane's",
