@@ -76,7 +76,7 @@ def session(
 ) -> Iterator[Report]:
     """Run the FlyDSL launches of the block on the simulator, with CPU tensors, and yield the Report they add to.
 
-    arch        "gfx950" or "gfx942": what FlyDSL compiles for
+    arch        "gfx950", "gfx942" or "gfx1250": what FlyDSL compiles for
     checks      any of "memory", "init", "race", "wait", "barrier", "global"
     completion  when a copy to LDS lands: "late", at the wait that covers it, "early", at once, or "random", in between
     schedule    order in which a workgroup's waves take turns: "forward", "reverse" or "random:SEED"
