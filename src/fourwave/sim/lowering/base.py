@@ -224,7 +224,7 @@ class Lowering:
             for argument in (plain(self.ir, x) for x in block.arguments):
                 t = parse(str(argument.type))
                 self.types[argument] = t
-                self.values[argument] = tuple(self.b.new() for _ in range(dwords(t)))
+                self.values[argument] = self._fresh(t)
         self.by_block = by_block
         self.lower_blocks(mlir_blocks)
         if self.frame is not None:
@@ -272,6 +272,14 @@ class Lowering:
     @staticmethod
     def _successors(block: Any) -> list[Any]:
         return list(block.operations[len(block.operations) - 1].operation.successors)
+
+    def _fresh(self, t: Type) -> Value:
+        """New registers for a value of the type; a struct's or an array's are nested like it."""
+        if isinstance(t, Struct):
+            return [self._fresh(f) for f in t.fields]
+        if isinstance(t, Array):
+            return [self._fresh(t.element) for _ in range(t.count)]  # type: ignore[arg-type]
+        return tuple(self.b.new() for _ in range(dwords(t)))
 
     def _argument(self, t: Type, slots: list[int]) -> Value:
         if isinstance(t, Struct):

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..ir_types import Vec
 from .base import Lowering, Value, handles
+from .intrinsics import intrinsic
 from .matrix import BITS, FORMAT
 
 _MANTISSA = {"f32": 23, "f16": 10, "bf16": 7}
@@ -228,3 +229,11 @@ def _fmed3(k: Lowering, o: Any) -> Value:
     if not re.fullmatch("f32|f16|bf16", name):
         raise k.fail(f"{o.name} on {name}", o)
     return k._each(o, lambda *x: (k.from_f32(k.out("FMED3", *(k.to_f32(v[0], name) for v in x)), name),))
+
+
+@intrinsic("llvm.canonicalize")
+def _canonicalize(k: Lowering, o: Any) -> Value:
+    """Times one: a signalling NaN becomes quiet, subnormals stay (LLVM Language Reference; AMDGPUUsage, denormal mode of amdhsa kernels)."""
+    if k._float_element(k.result_type(o)) != "f32":
+        raise k.fail(f"llvm.canonicalize of {o.results[0].type}", o)
+    return k._each(o, lambda a: (k.out("FMUL", a[0], k.const(0x3F800000)),))

@@ -11,6 +11,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 from .base import Lowering, Value, handles
+from .intrinsics import intrinsic
 
 # The order of formats.h's enum that starts with T_F32.
 FORMATS = (
@@ -129,7 +130,7 @@ def _mfma(k: Lowering, o: Any) -> Value:
     blocks = len(a) * 32 * 64 // (m * depth * BITS[formats[0]])
     result = short.partition(".")[0]
     chunk = depth * m * blocks // 64
-    x = Matrix(m, n, depth, blocks, *formats, result, result, chunk, chunk)
+    x = Matrix(m, n, depth, blocks, formats[0], formats[1], result, result, chunk, chunk)
     neg = re.findall(r"neg_([abc])", str(o.attributes["blgp"])) if "blgp" in o.attributes else []
     blgp = sum(1 << "abc".index(side) for side in neg) or _enum(o, "blgp", _BLGP)
     cbsz, abid = _enum(o, "cbsz"), _enum(o, "abid")
@@ -153,7 +154,7 @@ def _mfma_scale(k: Lowering, o: Any) -> Value:
     m, _, depth = (int(x) for x in re.findall(r"\d+", o.name.partition("f32.")[2])[:3])
     formats = [F8F6F4[_enum(o, name, _SPELLED)] for name in ("cbsz", "blgp")]
     chunks = [16 if BITS[f] == 8 else 32 for f in formats]
-    x = Matrix(m, m, depth, 1, *formats, "f32", "f32", *chunks)
+    x = Matrix(m, m, depth, 1, formats[0], formats[1], "f32", "f32", chunks[0], chunks[1])
     a, b, c, scale_a, scale_b = (k.operand(o, i) for i in range(5))
     if [k.constant_of(k.operands[i]) for i in (3, 4)] == [0, 0]:
         return _emit(k, o, x, a, b, c)
@@ -170,50 +171,123 @@ WMMA = {
 }  # fmt: skip
 
 
-def _c_modifier(o: Any) -> int:
-    return _enum(o, "modC", ("none", "neg", "abs", "neg_abs")) << 2
-
-
 def _flag(o: Any, name: str) -> int:
     return int(name in o.attributes and "true" in str(o.attributes[name]))
 
 
-@handles(*(f"rocdl.wmma.{name}" for name in WMMA))
-def _wmma(k: Lowering, o: Any) -> Value:
-    """reuseA and reuseB only tell the hardware that an operand comes again."""
+def _gfx1250(k: Lowering, o: Any) -> None:
     if k.arch != "gfx1250":
         raise k.fail(f"{o.name}: {k.arch} does not have it", o)
-    short = o.name.removeprefix("rocdl.wmma.")
+
+
+def _plain_wmma(
+    k: Lowering, o: Any, short: str, operands: list[Any], signs: tuple[int, int], negate: int, clamp: int
+) -> Value:
     depth = int(re.findall(r"x(\d+)\.", short)[0])
     result = short.partition(".")[0]
-    formats = (WMMA[short].split("_") * 2)[:2]
-    if formats[0] == "iu8":
-        formats = ["i8" if _flag(o, f"sign{side}") else "u8" for side in "AB"]
-    chunk = {32: 2, 16: 8, 8: 16}[BITS[formats[0]]]
+    a, b = (WMMA[short].split("_") * 2)[:2]
+    if a == "iu8":
+        a, b = ("i8" if sign else "u8" for sign in signs)
+    chunk = {32: 2, 16: 8, 8: 16}[BITS[a]]
     c = "f32" if result == "bf16f32" else result
-    x = Matrix(16, 16, depth, 1, *formats, c, "bf16" if result == "bf16f32" else result, chunk, chunk)
-    x.negate, x.clamp = _c_modifier(o), _flag(o, "clamp")
-    return _emit(k, o, x, *(k.operand(o, i) for i in range(3)))
+    d = "bf16" if result == "bf16f32" else result
+    x = Matrix(16, 16, depth, 1, a, b, c, d, chunk, chunk, negate=negate, clamp=clamp)
+    return _emit(k, o, x, *operands)
 
 
-@handles(*(f"rocdl.wmma.scale{s}.f32.{shape}" for s in ("", "16") for shape in ("16x16x128.f8f6f4", "32x16x128.f4")))
-def _wmma_scale(k: Lowering, o: Any) -> Value:
-    """(a, b, c, scale a, scale b): the scales' bytes are the K blocks, of 32 (scale16: 16); the lane is the row, in the half that scaleAType says."""
-    if k.arch != "gfx1250":
-        raise k.fail(f"{o.name}: {k.arch} does not have it", o)
-    m = 32 if "32x16" in o.name else 16
-    formats = ["fp4", "fp4"] if m == 32 else [F8F6F4[_enum(o, f"fmt{side}", _SPELLED)] for side in "AB"]
+@handles(*(f"rocdl.wmma.{name}" for name in WMMA))
+def _wmma(k: Lowering, o: Any) -> Value:
+    """(a, b, c). reuseA and reuseB only tell the hardware that an operand comes again."""
+    _gfx1250(k, o)
+    signs = _flag(o, "signA"), _flag(o, "signB")
+    negate = _enum(o, "modC", ("none", "neg", "abs", "neg_abs")) << 2
+    return _plain_wmma(
+        k, o, o.name.removeprefix("rocdl.wmma."), [k.operand(o, i) for i in range(3)], signs, negate, _flag(o, "clamp")
+    )
+
+
+def _immediate(k: Lowering, o: Any, index: int) -> int:
+    value = k.constant_of(k.operands[index])
+    if value is None:
+        raise k.fail(f"{o.name} whose operand {index} is no constant", o)
+    return value
+
+
+def _short(k: Lowering, o: Any) -> str:
+    return k.ir.StringAttr(o.attributes["intrin"]).value.removeprefix("llvm.amdgcn.wmma.")  # type: ignore[no-any-return]
+
+
+@intrinsic(*(f"llvm.amdgcn.wmma.{name.replace('_', '.')}" for name in WMMA))
+def _wmma_intrinsic(k: Lowering, o: Any) -> Value:
+    """LLVM's operands (IntrinsicsAMDGPU.td): floats (a, b, mod c, c, reuse, reuse), those of 16 and 32 bits in LLVM 22 and before with a sign flag
+    before a and before b; integers (signed a, a, signed b, b, c, reuse, reuse, clamp)."""
+    _gfx1250(k, o)
+    short = re.sub(r"([fb][pf]8)\.([fb][pf]8)$", r"\1_\2", _short(k, o))
+    if WMMA[short] == "iu8":
+        signs = _immediate(k, o, 0) & 1, _immediate(k, o, 2) & 1
+        clamp = _immediate(k, o, 7) & 1 if len(k.operands) > 7 else 0
+        return _plain_wmma(k, o, short, [k.operand(o, i) for i in (1, 3, 4)], signs, 0, clamp)
+    at = [0, 1, 2, 3]
+    if len(k.operands) == 8:
+        if _immediate(k, o, 0) & 1 or _immediate(k, o, 2) & 1:
+            raise k.fail(f"{o.name} that negates A or B", o)
+        at = [1, 3, 4, 5]
+    operands = [k.operand(o, at[i]) for i in (0, 1, 3)]
+    return _plain_wmma(k, o, short, operands, (0, 0), _immediate(k, o, at[2]) << 2, 0)
+
+
+def _scaled_wmma(
+    k: Lowering,
+    o: Any,
+    name: str,
+    formats: list[str],
+    operands: list[Any],
+    negate: int,
+    a: tuple[int, str],
+    b: tuple[int, str],
+) -> Value:
+    """operands: a, b, c, scale a, scale b; a, b: which half of the lanes holds the scales, and their format.
+    A scale register's bytes are the K blocks, of 32 (scale16: 16), its lane is the row."""
+    m = 32 if "32x16" in name else 16
     chunks = [16 if BITS[f] == 8 else 32 for f in formats]
-    x = Matrix(m, 16, 128, 1, *formats, "f32", "f32", *chunks)
-    x.negate, x.scale_block = _c_modifier(o), 16 if "scale16" in o.name else 32
-    scales = []
-    for side in "AB":
-        half = _enum(o, f"scale{side}Type", ("row0", "row1"))
-        kind = ("e8m0", "e5m3", "fp8")[_enum(o, f"fmtScale{side}", ("e8", "e5m3", "e4m3"))]
-        scales.append((half, kind))
-    (x.scale_a, x.scale_format_a), (x.scale_b, x.scale_format_b) = scales
-    operands = [k.operand(o, i) for i in range(5)]
-    need = 2 if x.scale_block == 16 else 1
-    if any(len(s) != need for s in operands[3:]):
+    block = 16 if "scale16" in name else 32
+    if any(len(s) != 32 // block for s in operands[3:]):
         raise k.fail(f"{o.name} with scales of {len(operands[3])} and {len(operands[4])} registers", o)
+    x = Matrix(
+        m, 16, 128, 1, formats[0], formats[1], "f32", "f32", chunks[0], chunks[1], negate=negate, scale_block=block,
+        scale_a=a[0], scale_b=b[0], scale_format_a=a[1], scale_format_b=b[1],
+    )  # fmt: skip
     return _emit(k, o, x, *operands[:3], (operands[3], operands[4]))
+
+
+_SCALE_FORMATS = ("e8m0", "e5m3", "fp8")
+_SCALED_WMMA = [f"scale{s}.f32.{shape}" for s in ("", "16") for shape in ("16x16x128.f8f6f4", "32x16x128.f4")]
+
+
+@handles(*(f"rocdl.wmma.{name}" for name in _SCALED_WMMA))
+def _wmma_scale(k: Lowering, o: Any) -> Value:
+    _gfx1250(k, o)
+    formats = ["fp4", "fp4"] if "32x16" in o.name else [F8F6F4[_enum(o, f"fmt{side}", _SPELLED)] for side in "AB"]
+    a, b = (
+        (_enum(o, f"scale{s}Type", ("row0", "row1")), _SCALE_FORMATS[_enum(o, f"fmtScale{s}", ("e8", "e5m3", "e4m3"))])
+        for s in "AB"
+    )
+    negate = _enum(o, "modC", ("none", "neg", "abs", "neg_abs")) << 2
+    return _scaled_wmma(k, o, o.name, formats, [k.operand(o, i) for i in range(5)], negate, a, b)
+
+
+@intrinsic(*(f"llvm.amdgcn.wmma.{name}" for name in _SCALED_WMMA))
+def _wmma_scale_intrinsic(k: Lowering, o: Any) -> Value:
+    """LLVM's operands: (format a, a, format b, b, mod c, c, half a, scale format a, scale a, half b, scale format b, scale b, reuse, reuse),
+    without the formats where they are fixed."""
+    _gfx1250(k, o)
+    name = _short(k, o)
+    at = list(range(12))
+    if "32x16" in name:
+        formats, at = ["fp4", "fp4"], [-1, 0, -1, 1, *range(2, 10)]
+    else:
+        formats = [F8F6F4[_immediate(k, o, i)] for i in (0, 2)]
+    a, b = ((_immediate(k, o, at[i]), _SCALE_FORMATS[_immediate(k, o, at[i + 1])]) for i in (6, 9))
+    return _scaled_wmma(
+        k, o, name, formats, [k.operand(o, at[i]) for i in (1, 3, 5, 8, 11)], _immediate(k, o, at[4]) << 2, a, b
+    )

@@ -1,0 +1,104 @@
+"""Runs the kernel of one module in the `llvm` and `rocdl` dialects: what Triton's AMD backend holds before LLVM IR, or hand-written text."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from .ir_types import Float, Int, Ptr, parse
+from .launch import Memory, Options, run
+from .lowering import lower_kernel
+from .program import Program
+from .report import Report
+
+
+@lru_cache(maxsize=1)
+def _context() -> Any:
+    from flydsl.compiler.jit_function import _create_mlir_context
+
+    context = _create_mlir_context()
+    context.allow_unregistered_dialects = True  # attributes of Triton's own dialects
+    return context
+
+
+@lru_cache(maxsize=64)
+def _lower(text: str, arch: str) -> tuple[Program, tuple[str, ...]]:
+    from flydsl._mlir import ir
+
+    with _context():
+        module = ir.Module.parse(text)
+        holder, functions = module.operation, []
+        for op in module.body.operations:
+            o = op.operation
+            inner = [o] if o.name != "gpu.module" else [x.operation for x in o.regions[0].blocks[0].operations]
+            defined = [f for f in inner if f.name == "llvm.func" and len(f.regions[0].blocks)]
+            if o.name == "gpu.module" and defined:
+                holder = o
+            functions += defined
+        if len(functions) > 1:
+            functions = [f for f in functions if "rocdl.kernel" in f.attributes or "gpu.kernel" in f.attributes]
+        if len(functions) != 1:
+            raise ValueError(f"the module defines {len(functions)} kernels; this runs a module that holds one")
+        types = tuple(str(a.type) for a in functions[0].regions[0].blocks[0].arguments)
+        return lower_kernel(ir, holder, functions[0], arch), types
+
+
+def _pass(value: Any, text: str, memory: Memory) -> list[int]:
+    """An argument's dwords; an array's or tensor's bytes become an allocation."""
+    t = parse(text)
+    if isinstance(t, Ptr):
+        if value is None:
+            return [0, 0]
+        if hasattr(value, "data_ptr"):
+            address, size = value.data_ptr(), value.numel() * value.element_size()
+            if size and not value.is_contiguous():
+                raise ValueError("a tensor argument must be contiguous")
+        else:
+            address, size = value.ctypes.data, value.nbytes
+        memory.ranges.append((address, address + size))
+        return [address & 0xFFFFFFFF, address >> 32]
+    if isinstance(t, Float):
+        if t.name == "f32":
+            return list(struct.unpack("<I", struct.pack("<f", value)))
+        if t.name == "f64":
+            return list(struct.unpack("<II", struct.pack("<d", value)))
+        raise NotImplementedError(f"an argument of type {text}")
+    if not isinstance(t, Int):
+        raise NotImplementedError(f"an argument of type {text}")
+    return [value >> (32 * i) & 0xFFFFFFFF for i in range(max(1, t.bits // 32))]
+
+
+def run_module(
+    text: str,
+    arguments: Sequence[Any],
+    grid: tuple[int, int, int] | int,
+    block: tuple[int, int, int] | int,
+    arch: str = "gfx950",
+    shared: int = 0,
+    **options: Any,
+) -> Report:
+    """Run the module's one kernel on CPU memory.
+
+    text        MLIR: a module with one defined `llvm.func`, directly or in a `gpu.module`
+    arguments   numpy arrays or CPU tensors for pointers (None: a null pointer), ints, floats. Trailing pointers that are not passed are null:
+                Triton appends two for scratch memory
+    grid, block workgroups and threads; an int is the x dimension
+    shared      bytes of LDS that the module declares without a size (Triton: attribute ttg.shared)
+    options     as fourwave.sim.session's: checks, completion, schedule, threads, workgroups, step_limit, ...
+    Raises UnknownOperation for what the simulator does not model, ValueError for arguments that do not fit.
+    """
+    program, types = _lower(text, arch)
+    given = list(arguments)
+    if len(given) < len(types):
+        missing = types[len(given) :]
+        if not all(isinstance(parse(t), Ptr) for t in missing):
+            raise ValueError(f"the kernel takes {len(types)} arguments ({', '.join(types)}); {len(given)} were passed")
+        given += [None] * len(missing)
+    if len(given) > len(types):
+        raise ValueError(f"the kernel takes {len(types)} arguments ({', '.join(types)}); {len(given)} were passed")
+    memory = Memory()
+    words = [_pass(v, t, memory) for v, t in zip(given, types)]
+    three = [(x, 1, 1) if isinstance(x, int) else x for x in (grid, block)]
+    return run(program, three[0], three[1], shared, words, memory, Options(**options))
