@@ -161,7 +161,7 @@ _CANDIDATES = (WIDE, SQUARE, LONG, HUGE, HALF, LOW, SMALL)
 _SM_FLOPS = 5.9e12  # of WIDE's main loop, per SM and second
 _STORE_SECONDS = 0.8e-6  # of a 256x128 tile, where nothing else runs meanwhile
 _RATES = {HALF: 0.58, LOW: 0.56, SMALL: 0.42}
-_COOL_VOLUME = 2.4e11  # M * N * K up to which the chip is not at its power limit, where SQUARE's extra reads cost most
+_COOL_VOLUME = 4.2e11  # M * N * K up to which the chip is not at its power limit, where SQUARE's extra reads cost most
 # Over many long tiles CTAs drift apart and share less through L2; the larger a tile, the less it needs to. In
 # M * N * K * sqrt(K / 8192): from where SQUARE and LONG lose to WIDE, and WIDE to HUGE.
 _DRIFT_VOLUMES = 5e12, 2.5e13
@@ -183,7 +183,7 @@ def _rate(problem: GemmProblem, config: HopperConfig) -> float:
     if config == SQUARE:
         return 0.975 if cool else 1.01
     if config == LONG:
-        return 0.985 if cool else 1.0
+        return 0.97 if cool else 1.0
     return _RATES.get(config, 1.0)
 
 
