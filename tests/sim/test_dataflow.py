@@ -284,7 +284,9 @@ def run(program: Program, inputs: dict[str, np.ndarray], results: list[Value]) -
     return outs
 
 
-@pytest.mark.parametrize("first", range(0, 60, 6))
+@pytest.mark.parametrize(
+    "first", [*range(0, 30, 6), *(pytest.param(n, marks=pytest.mark.slow) for n in range(30, 180, 6))]
+)
 def test_random_dataflow(first: int) -> None:
     for seed in range(first, first + 6):
         program = Program(seed)

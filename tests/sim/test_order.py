@@ -384,6 +384,23 @@ def test_lgkmcnt_completes_lds_operations_in_order(n: int) -> None:
     assert [f.line for f in report.findings] == [20 + i for i in range(3) if 2 - i < n]
 
 
+@pytest.mark.parametrize("use", [True, False])
+def test_using_a_later_reads_result_completes_earlier_stores(use: bool) -> None:
+    """LDS operations of a wave return in order, so the wait that the compiler puts before the use of a read covers the stores before it."""
+    k = Kernel()
+    k.store(1024, "%tid", line=5, by="%tid")
+    with k.wave(0):
+        k.store(0, "%tid", line=10)
+        value = k.load(1024, line=6, by="%tid")
+        if use:
+            k.out(value)
+    k.barrier()
+    with k.wave(1):
+        k.out(k.load(0, line=11))
+    _, report = k.run(expect="" if use else "race")
+    assert [f.line for f in report.findings] == ([] if use else [11])
+
+
 def test_a_wait_after_the_barrier_is_too_late() -> None:
     k = Kernel()
     with k.wave(0):
