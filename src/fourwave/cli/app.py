@@ -56,7 +56,7 @@ def demo(
             "--backend",
             "-b",
             metavar="BACKEND",
-            help="auto: a GPU that the kernels run on, else sim:gfx950. Or sim:gfx950, sim:gfx942, flydsl, native.",
+            help="auto: a GPU that the kernels run on, else sim:gfx950. Or sim:gfx950, sim:gfx942, flydsl, hopper, native.",
         ),
     ] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU threads for PyTorch.")] = None,

