@@ -119,7 +119,7 @@ def _inline_asm(k: Lowering, o: Any) -> Value:
     text = ir.StringAttr(o.attributes["asm_string"]).value
     constraints = [c.strip() for c in ir.StringAttr(o.attributes["constraints"]).value.split(",") if c.strip()]
     types: list[Type] = []
-    if len(o.results) == 1:
+    if len(o.results) == 1 and str(o.results[0].type) != "!llvm.void":
         t = parse(str(o.results[0].type))
         types = list(getattr(t, "fields", (t,)))
     slots: list[Slot] = []
@@ -371,7 +371,7 @@ def _mfma_f8f6f4(k: Lowering, line: Line) -> None:
     scaled = "_scale_" in line.mnemonic
     line.take("cbsz", "blgp", *(("op_sel", "op_sel_hi") if scaled else ()))
     line.count(6 if scaled else 4)
-    low, high = line.bits("op_sel") + [0, 0], line.bits("op_sel_hi") + [0, 0]
+    low, high = [*line.bits("op_sel"), 0, 0], [*line.bits("op_sel_hi"), 0, 0]
     a, b = _source(line, 1), _source(line, 2)
     formats = line.number("cbsz"), line.number("blgp")
     for slot, code in zip((a, b), formats):

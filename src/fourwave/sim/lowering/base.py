@@ -308,7 +308,7 @@ class Lowering:
             raise
         except NotImplementedError as error:  # a type or constant without a model: say where
             raise self.fail(f"this {o.name}: {error}", o) from error
-        if len(o.results) == 1:
+        if len(o.results) == 1 and str(o.results[0].type) != "!llvm.void":
             result = plain(self.ir, o.results[0])
             self.values[result] = results
             self.types[result] = parse(str(result.type))
