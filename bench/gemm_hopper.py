@@ -1,7 +1,10 @@
-"""Time the Hopper GEMM against cuBLAS (torch.mm) on an H100 or H200, interleaved in one process, and write a record.
+"""Time the Hopper GEMM against cuBLAS on an H100 or H200, interleaved in one process, and write a record.
 
     python bench/gemm_hopper.py --suite llm81 --layouts TN,NN,NT --out record.json
     python bench/gemm_hopper.py --suite sweep --configs all        # every config on a few shapes
+    python bench/gemm_hopper.py --suite llm81 --dtype fp8          # e4m3fn, per-tensor scales; fp8_promoted: summed in fp32
+
+cuBLAS is torch.mm, and torch._scaled_mm for FP8 (use_fast_accum for fp8, not for fp8_promoted).
 
 Every row is checked before it is timed: all columns of 128 spread rows and all rows of 128 spread columns, so every output
 tile is touched, against float64 with the bound of fourwave.testing. A row that fails prints no speed.
@@ -30,12 +33,13 @@ import torch
 
 import fourwave as fw
 from fourwave.backends import registry
-from fourwave.ops.gemm import sm90_config
+from fourwave.ops.gemm import sm90_config, sm90_launch
 from fourwave.ops.gemm.problem import GemmProblem
 from fourwave.testing import bounds
 from fourwave.testing.llm_shapes import llm81
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+E4M3 = torch.float8_e4m3fn
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": E4M3, "fp8_promoted": E4M3}
 SWEEP = (
     (4096, 4096, 4096), (4096, 12288, 4096), (4096, 22016, 4096), (4096, 4096, 11008), (8192, 6144, 4096),
     (8192, 3584, 18944), (16384, 10240, 8192), (8192, 16384, 16384),
@@ -50,9 +54,9 @@ SAMPLE_SECONDS = 1e-3
 
 
 def operands(M: int, N: int, K: int, layout: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    a = torch.randn((K, M) if layout == "NT" else (M, K), device="cuda", dtype=dtype)
-    b = torch.randn((N, K) if layout == "TN" else (K, N), device="cuda", dtype=dtype)
-    return a, b
+    a = torch.randn((K, M) if layout == "NT" else (M, K), device="cuda", dtype=torch.bfloat16)
+    b = torch.randn((N, K) if layout == "TN" else (K, N), device="cuda", dtype=torch.bfloat16)
+    return a.to(dtype), b.to(dtype)
 
 
 def views(a: torch.Tensor, b: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,22 +64,27 @@ def views(a: torch.Tensor, b: torch.Tensor, layout: str) -> tuple[torch.Tensor, 
     return (a.mT if layout == "NT" else a), (b.mT if layout == "TN" else b)
 
 
-def check(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layout: str) -> float:
+def pick(t: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """t.index_select, for FP8 too."""
+    return t.view(torch.uint8).index_select(dim, index).view(t.dtype) if t.dtype == E4M3 else t.index_select(dim, index)
+
+
+def check(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layout: str, alpha: float, u_acc: float) -> float:
     """Largest error over its bound, on 128 rows and 128 columns that touch every tile."""
     op_a, op_b = views(a, b, layout)
     worst = 0.0
     for dim in (0, 1):
         size = out.shape[dim]
         index = torch.linspace(0, size - 1, min(size, 128), device=out.device).round().long()
-        part_a, part_b = (op_a[index], op_b) if dim == 0 else (op_a, op_b[:, index])
+        part_a, part_b = (pick(op_a, 0, index), op_b) if dim == 0 else (op_a, pick(op_b, 1, index))
         step = max(128, 2**31 // (8 * part_a.shape[1]))  # float64 copies of at most 2 GB
         for start in range(0, max(part_a.shape[0], part_b.shape[1]), step):
             x = part_a if dim == 0 else part_a[start : start + step]
             y = part_b[:, start : start + step] if dim == 0 else part_b
             got = out.index_select(dim, index)
             got = got[:, start : start + step] if dim == 0 else got[start : start + step]
-            bound = bounds.gemm_bound(x, y, out.dtype, trans_b=False)
-            ratio, _ = bounds.error_ratio(got, x.double() @ y.double(), bound)
+            bound = bounds.gemm_bound(x, y, out.dtype, trans_b=False, alpha=alpha, u_acc=u_acc)
+            ratio, _ = bounds.error_ratio(got, alpha * (x.double() @ y.double()), bound)
             worst = max(worst, ratio)
     return worst
 
@@ -160,34 +169,47 @@ def measure(
     N: int,
     K: int,
     layout: str,
-    dtype: torch.dtype,
+    precision: str,
     sweep: bool,
     groups: list[int],
     samples: int,
     l2_bytes: int,
 ) -> tuple[dict[str, Any], str]:
     """One row: its record, without times where a check failed, and what to print."""
-    problem = GemmProblem(M, N, K, layout, dtype, dtype, dtype, device_type="cuda")
+    dtype, promote = DTYPES[precision], precision == "fp8_promoted"
+    is_fp8 = dtype == E4M3
+    out_dtype = torch.bfloat16 if is_fp8 else dtype
+    problem = GemmProblem(M, N, K, layout, dtype, dtype, out_dtype, device_type="cuda")
     num_sets = max(1, math.ceil(2 * l2_bytes / (dtype.itemsize * (M * K + N * K))))
     sets = [operands(M, N, K, layout, dtype) for _ in range(num_sets)]
-    out = torch.empty(M, N, device="cuda", dtype=dtype)
+    scales = torch.tensor([0.75], device="cuda"), torch.tensor([0.25], device="cuda")
+    out = torch.empty(M, N, device="cuda", dtype=out_dtype)
     trans = {"trans_a": layout == "NT", "trans_b": layout == "TN"}
     configs: dict[str, Any] = {"fourwave": None}
     if sweep:
-        tried = [replace(c, group=g) for c in sm90_config.candidates(problem) for g in (groups or [c.group])]
+        tried = [replace(c, group=g) for c in sm90_config.candidates(problem, promote) for g in (groups or [c.group])]
         configs = {str(config): config for config in tried}
 
     def ours(turn: int, config: Any) -> None:
-        fw.gemm(*sets[turn % num_sets], out=out, backend="hopper", config=config, **trans)
+        a, b = sets[turn % num_sets]
+        if is_fp8:
+            sm90_launch.run(problem, config, a, b, out, scales=scales, promote=promote)
+        else:
+            fw.gemm(a, b, out=out, backend="hopper", config=config, **trans)
 
     def cublas(turn: int) -> None:
-        torch.mm(*views(*sets[turn % num_sets], layout), out=out)
+        a, b = views(*sets[turn % num_sets], layout)
+        if is_fp8:
+            torch._scaled_mm(a, b, *scales, out_dtype=out_dtype, use_fast_accum=not promote)
+        else:
+            torch.mm(a, b, out=out)
 
+    alpha, u_acc = (0.75 * 0.25, bounds.hopper_fp8_u_acc(K, promote)) if is_fp8 else (1.0, bounds.U_FP32)
     errors = {}
     for label, config in configs.items():
         out.fill_(float("nan"))
         ours(0, config)
-        errors[label] = check(out, *sets[0], layout)
+        errors[label] = check(out, *sets[0], layout, alpha, u_acc)
     row: dict[str, Any] = {"name": name, "layout": layout, "M": M, "N": N, "K": K, "error_over_bound": errors}
     head = f"{layout} {M:6} {N:6} {K:6}"
     if not all(error <= 1 for error in errors.values()):
@@ -197,7 +219,7 @@ def measure(
     times = time_interleaved(variants, samples)
     medians = {label: statistics.median(values) for label, values in times.items()}
     best = min(configs, key=lambda label: medians[label])
-    row["config"] = str(configs[best] or sm90_config.default_config(problem)[0])
+    row["config"] = str(configs[best] or sm90_config.default_config(problem, promote)[0])
     row["seconds"] = times
     row["ratio"] = medians["cublas"] / medians[best]
     tflops = {label: problem.flops / seconds / 1e12 for label, seconds in medians.items()}
@@ -251,9 +273,7 @@ def main() -> None:
             if time.monotonic() - began > args.seconds:
                 skipped += 1
                 continue
-            row, text = measure(
-                name, *shape, layout, DTYPES[args.dtype], args.configs == "all", groups, args.samples, l2_bytes
-            )
+            row, text = measure(name, *shape, layout, args.dtype, args.configs == "all", groups, args.samples, l2_bytes)
             rows.append(row)
             print(text, flush=True)
     host = host_seconds()

@@ -12,15 +12,16 @@ import torch
 import fourwave as fw
 from fourwave.backends import registry
 from fourwave.backends.hopper import cutedsl_missing
-from fourwave.ops.gemm import sm90_config
+from fourwave.ops.gemm import sm90_config, sm90_launch
 from fourwave.ops.gemm.problem import LAYOUTS, GemmProblem
 from fourwave.ops.gemm.reference import gemm_reference
 from fourwave.ops.gemm.sm90_config import HopperConfig, candidates, default_config, why_unsupported
-from fourwave.testing import GemmCase, bounds
+from fourwave.testing import GemmCase, bounds, buffers, inputs
 from fourwave.testing.llm_shapes import llm81
 from fourwave.testing.shapes import Shape
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP8 = sm90_config.FP8
 UNAVAILABLE = registry.get("hopper").unavailable()
 on_gpu = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -65,6 +66,12 @@ def test_problems_that_the_kernel_cannot_run_are_refused_with_the_reason() -> No
     assert "32-bit" in (why_unsupported(problem(M=2**31), None) or "")
     from fourwave.ops.gemm.config import GemmConfig
 
+    fp8 = GemmProblem(8, 16, 16, "NN", FP8[0], FP8[1], BF16, device_type="cuda")
+    assert "K contiguous" in (why_unsupported(fp8, None) or "")
+    assert why_unsupported(replace(fp8, layout="TN"), None) is None
+    narrow = replace(HopperConfig(), tile_m=256, tile_n=128, cluster_m=1)
+    assert "256 accumulators" in (why_unsupported(problem(), narrow, promote=True) or "")
+    assert "pingpong with promotion" in (why_unsupported(problem(), sm90_config.SQUARE, promote=True) or "")
     assert "HopperConfig" in (why_unsupported(problem(), GemmConfig()) or "")  # type: ignore[arg-type]
 
 
@@ -146,7 +153,7 @@ def run_case(case: GemmCase, config: HopperConfig | None = None) -> None:
     assert result.ratio <= 1, f"{case}, {config}: {result.ratio:.3g} times the bound at {list(result.worst)}"
 
 
-def all_candidates() -> list[HopperConfig]:
+def all_candidates() -> tuple[HopperConfig, ...]:
     return candidates(problem())
 
 
@@ -180,6 +187,62 @@ def test_epilogues_on_several_tiles(index: int, out_dtype: torch.dtype, accumula
         shape, "NT", BF16, out_dtype, bias_dtype=BF16, activation="gelu_tanh", alpha=0.5, accumulate=accumulate
     )
     run_case(case, config)
+
+
+@on_gpu
+@pytest.mark.parametrize("promote", [False, True])
+@pytest.mark.parametrize(("a_dtype", "b_dtype"), [(FP8[0], FP8[0]), (FP8[0], FP8[1]), (FP8[1], FP8[0])])
+@pytest.mark.parametrize(("out_dtype", "accumulate"), [(BF16, False), (FP32, True)])
+def test_fp8(
+    a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype, accumulate: bool, promote: bool
+) -> None:
+    """Per-tensor scales, bias, tails everywhere; every configuration, several tiles of each."""
+    shape = Shape("tails", 700, 456, 1000)
+    p = GemmProblem(
+        shape.M, shape.N, shape.K, "TN", a_dtype, b_dtype, out_dtype, FP32, None, accumulate, "cuda"
+    )  # fmt: skip
+    a, b = inputs.spread(shape, FP32, device="cuda")
+    a, b = a.to(a_dtype), b.to(b_dtype)
+    scales = torch.tensor([0.3], device="cuda"), torch.tensor([7.0], device="cuda")
+    alpha = float(scales[0]) * float(scales[1])
+    bias = torch.randn(shape.N, device="cuda")
+    addend = torch.randn(shape.M, shape.N, device="cuda") if accumulate else None
+    exact = gemm_reference(a, b, bias=bias, alpha=alpha, addend=addend)
+    u_acc = bounds.hopper_fp8_u_acc(shape.K, promote)
+    bound = bounds.gemm_bound(a, b, out_dtype, bias=bias, alpha=alpha, addend=addend, u_acc=u_acc)
+    for config in candidates(p, promote):
+        out = buffers.poisoned(shape.M, shape.N, out_dtype, "cuda", layout="sliced", addend=addend)
+        sm90_launch.run(p, config, a, b, out.tensor, bias=bias, scales=scales, promote=promote)
+        bounds.assert_within(out.tensor, exact, bound, str(config))
+        out.assert_guards_intact()
+
+
+@on_gpu
+@pytest.mark.parametrize("promote", [False, True])
+def test_fp8_small_integers_are_exact(promote: bool) -> None:
+    """Sums below 2^11 fit in what the matrix unit keeps: not a bit may differ."""
+    generator = torch.Generator().manual_seed(5)
+    a = torch.randint(-2, 3, (300, 500), generator=generator).float().to("cuda").to(FP8[0])
+    b = torch.randint(-2, 3, (200, 500), generator=generator).float().to("cuda").to(FP8[0])
+    p = GemmProblem(300, 200, 500, "TN", FP8[0], FP8[0], FP32, device_type="cuda")
+    for config in candidates(p, promote):
+        out = torch.full((300, 200), float("nan"), device="cuda")
+        sm90_launch.run(p, config, a, b, out, promote=promote)
+        assert torch.equal(out.double(), a.double() @ b.double().mT), str(config)
+
+
+@on_gpu
+def test_promotion_is_more_precise() -> None:
+    """K = 16384 equal products: the matrix unit's short sum loses what float32 additions keep."""
+    K = 16384
+    a = torch.full((128, K), 1.125, device="cuda").to(FP8[0])
+    p = GemmProblem(128, 128, K, "TN", FP8[0], FP8[0], FP32, device_type="cuda")
+    errors = []
+    for promote in (False, True):
+        out = torch.empty(128, 128, device="cuda")
+        sm90_launch.run(p, None, a, a, out, promote=promote)
+        errors.append(float((out.double() - 1.125**2 * K).abs().max()))
+    assert errors[1] < errors[0] / 4 or errors[0] == errors[1] == 0, errors
 
 
 @on_gpu

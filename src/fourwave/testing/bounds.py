@@ -15,6 +15,16 @@ U_ACTIVATION = 2.0**-20
 LIPSCHITZ = {None: 1.0, "relu": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
 
 
+def hopper_fp8_u_acc(K: int, promote: bool) -> float:
+    """`u_acc` for gemm_bound of a Hopper FP8 product.
+
+    The matrix unit adds 32 products at a time to a sum of which it keeps about 14 bits: K / 32 errors of 2^-13, or, where
+    every 128 k are summed in float32, 4 of them, whatever K.
+    Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3.2.
+    """
+    return min(K / 32 + 1, 5 if promote else math.inf) * 2.0**-13 / (K + 1) + U_FP32
+
+
 def gemm_bound(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -55,3 +55,33 @@ def finish(pipe, release):
     pipe.consumer_release(release)
     release.advance()
     return release
+
+
+@cute.jit
+def accumulate_promoted(
+    pipe,
+    read,
+    release,
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    total: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    k_tiles,
+):
+    """total = a @ b, where the matrix unit sums one stage at a time and float32 additions sum the stages.
+
+    For FP8, whose products the matrix unit adds with fewer bits than float32. Nothing of this warpgroup is in flight
+    during its additions: another one's wgmmas must fill that time. Returns the two pipeline states, both past the tile.
+    """
+    total.fill(0.0)
+    for _ in cutlass.range(k_tiles, unroll=1):
+        pipe.consumer_wait(read)
+        warpgroup.fence()
+        multiply(mma, acc, a, b, read.index, True)
+        warpgroup.wait_group(0)
+        pipe.consumer_release(release)
+        total.store(total.load() + acc.load())
+        read.advance()
+        release.advance()
+    return read, release

@@ -1,6 +1,9 @@
-"""GEMM for Hopper: out[M, N] = act(alpha * sum_k a[m, k] * b[n, k] + bias[n]) (+ out).
+"""GEMM for Hopper: out[M, N] = act(alpha * scale_a * scale_b * sum_k a[m, k] * b[n, k] + bias[n]) (+ out).
 
-a, b    bfloat16 or float16, each with either dimension contiguous; accumulated in float32
+a, b    bfloat16 or float16, each with either dimension contiguous; or float8_e4m3fn and float8_e5m2 in any pair, K
+        contiguous (wgmma reads 8-bit operands no other way). Accumulated in float32; of FP8 the matrix unit keeps about
+        14 bits of a sum, so `promote` moves it to float32 registers after each stage, 128 k
+scale_* float32 scalars in device memory, or absent
 out     float32, bfloat16 or float16, N contiguous
 
 A CTA has one producer warpgroup, of which one thread works, and `consumers` consumer warpgroups. CTAs are persistent:
@@ -84,23 +87,28 @@ def geometry(config) -> Geometry:
 class Gemm:
     """One specialisation: __call__ is the launcher, kernel the device code."""
 
-    def __init__(self, geo: Geometry, loader_a: TmaLoader, loader_b: TmaLoader, epilogue: Epilogue):
+    def __init__(
+        self, geo: Geometry, loader_a: TmaLoader, loader_b: TmaLoader, epilogue: Epilogue, scaled: bool, promote: bool
+    ):
         self.geo, self.loader_a, self.loader_b, self.epilogue = geo, loader_a, loader_b, epilogue
+        self.scaled, self.promote = scaled, promote
 
     @cute.jit
     def __call__(
-        self, a: cute.Pointer, b: cute.Pointer, out: cute.Pointer, bias: cute.Pointer, M: Int32, N: Int32, K: Int32,
+        self, a: cute.Pointer, b: cute.Pointer, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer,
+        scale_b: cute.Pointer, M: Int32, N: Int32, K: Int32,
         a_stride: Int64, b_stride: Int64, out_stride: Int64, alpha: Float32, num_clusters: Int32, group: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """a, b, out: bases; *_stride: elements between stored rows; bias: not read without a bias dtype;
+        """a, b, out: bases; *_stride: elements between stored rows; bias, scale_*: not read where absent;
         group: width of a band of clusters, see tile_of."""
         geo = self.geo
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
         tma_b, coordinates_b = self.loader_b.tma(self.loader_b.matrix(b, N, K, b_stride))
         tma_out, coordinates_out = self.epilogue.tma(self.epilogue.matrix(out, M, N, out_stride))
         self.kernel(
-            tma_a, coordinates_a, tma_b, coordinates_b, tma_out, coordinates_out, bias, M, N, K, alpha, group
+            tma_a, coordinates_a, tma_b, coordinates_b, tma_out, coordinates_out, bias, scale_a, scale_b,
+            M, N, K, alpha, group,
         ).launch(
             grid=(num_clusters * geo.cluster_m * geo.cluster_n, 1, 1),
             block=(geo.threads, 1, 1),
@@ -112,8 +120,8 @@ class Gemm:
     @cute.kernel
     def kernel(
         self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
-        tma_out: cute.CopyAtom, coordinates_out: cute.Tensor, bias: cute.Pointer, M: Int32, N: Int32, K: Int32,
-        alpha: Float32, group: Int32,
+        tma_out: cute.CopyAtom, coordinates_out: cute.Tensor, bias: cute.Pointer, scale_a: cute.Pointer,
+        scale_b: cute.Pointer, M: Int32, N: Int32, K: Int32, alpha: Float32, group: Int32,
     ):  # fmt: skip
         geo, loader_a, loader_b, epilogue = self.geo, self.loader_a, self.loader_b, self.epilogue
         thread = cute.arch.thread_idx()[0]
@@ -208,6 +216,11 @@ class Gemm:
             operand_a = mma.make_fragment_A(slice_.partition_A(own_a))
             operand_b = mma.make_fragment_B(slice_.partition_B(smem_b))
             acc = cute.make_rmem_tensor(mma.partition_shape_C((geo.warpgroup_m, geo.tile_n)), Float32)
+            total = acc
+            if cutlass.const_expr(self.promote):
+                total = cute.make_rmem_tensor(mma.partition_shape_C((geo.warpgroup_m, geo.tile_n)), Float32)
+            if cutlass.const_expr(self.scaled):
+                alpha = alpha * scale_a[0] * scale_b[0]
             own_out = cute.local_tile(
                 smem_out, (smem_out.shape[0], smem_out.shape[1], epilogue.buffers), (0, 0, consumer)
             )
@@ -226,14 +239,19 @@ class Gemm:
                 m_tile, n_tile = tile_of(tile, tiles_m, tiles_n, group, geo.along)
                 m_tile = m_tile * geo.cluster_m + place[0]
                 n_tile = n_tile * geo.cluster_n + place[1]
-                if cutlass.const_expr(geo.pingpong):
-                    cute.arch.barrier(barrier_id=TURN + consumer, number_of_threads=2 * WARPGROUP)
-                read, release = mma_block.accumulate(pipe, read, release, mma, acc, operand_a, operand_b, k_tiles)
-                if cutlass.const_expr(geo.pingpong):
-                    cute.arch.barrier_arrive(barrier_id=TURN + 1 - consumer, number_of_threads=2 * WARPGROUP)
-                release = mma_block.finish(pipe, release)
+                if cutlass.const_expr(self.promote):
+                    read, release = mma_block.accumulate_promoted(
+                        pipe, read, release, mma, acc, total, operand_a, operand_b, k_tiles
+                    )
+                else:
+                    if cutlass.const_expr(geo.pingpong):
+                        cute.arch.barrier(barrier_id=TURN + consumer, number_of_threads=2 * WARPGROUP)
+                    read, release = mma_block.accumulate(pipe, read, release, mma, acc, operand_a, operand_b, k_tiles)
+                    if cutlass.const_expr(geo.pingpong):
+                        cute.arch.barrier_arrive(barrier_id=TURN + 1 - consumer, number_of_threads=2 * WARPGROUP)
+                    release = mma_block.finish(pipe, release)
                 epilogue.store(
-                    acc, mma, own_out, tma_out, coordinates_out, bias, N, alpha,
+                    total, mma, own_out, tma_out, coordinates_out, bias, N, alpha,
                     m_tile * geo.tile_m + row_block * geo.warpgroup_m, n_tile * geo.tile_n, thread % WARPGROUP, consumer,
                 )  # fmt: skip
                 if cutlass.const_expr(geo.pingpong):

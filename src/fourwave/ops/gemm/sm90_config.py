@@ -6,7 +6,7 @@ Imports neither CuTe DSL nor torch.cuda: the rule can be asked anywhere.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +24,7 @@ MAX_ACCUMULATORS = 192  # per thread; of at most 255 registers, the rest holds a
 MAX_EXTENT = 2**31 - 2**12  # TMA coordinates are int32, and rounding up to a tile must not overflow
 MAX_STRIDE_BYTES = 2**40  # of a tensor map
 DTYPES = (torch.bfloat16, torch.float16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu")
 
@@ -78,16 +79,21 @@ def smem_bytes(config: HopperConfig, elem_bytes: int) -> int:
     return config.num_stages * stage + config.consumers * config.store_stages * STORE_BYTES + BARRIER_BYTES
 
 
-def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | None:
+def why_unsupported(problem: GemmProblem, config: HopperConfig | None, promote: bool = False) -> str | None:
     """Why the Hopper GEMM kernel cannot do this problem with this configuration (None: the default), or None.
 
+    promote: FP8 with the sum moved to float32 registers every 128 k.
     Alignment and strides are not part of a problem: the launcher copies an operand that TMA cannot address.
     """
     if problem.layout not in ("TN", "NN", "NT"):
         return f"layout {problem.layout!r}: the kernel has TN, NN and NT"
-    if problem.a_dtype != problem.b_dtype or problem.a_dtype not in DTYPES:
+    if problem.a_dtype in FP8 and problem.b_dtype in FP8:
+        if problem.layout != "TN":
+            return f"layout {problem.layout} with FP8 operands: wgmma reads 8-bit operands with K contiguous only"
+    elif problem.a_dtype != problem.b_dtype or problem.a_dtype not in DTYPES:
         return (
-            f"operands are {problem.a_dtype} and {problem.b_dtype}: the kernel takes bfloat16 or float16, one for both"
+            f"operands are {problem.a_dtype} and {problem.b_dtype}: the kernel takes bfloat16 or float16, one for both, "
+            "or float8_e4m3fn and float8_e5m2"
         )
     if problem.out_dtype not in OUTPUTS:
         return f"out is {problem.out_dtype}: the kernel writes float32, bfloat16 and float16"
@@ -102,10 +108,10 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
         return None
     if not isinstance(config, HopperConfig):
         return f"config is a {type(config).__name__}: the Hopper kernel takes a HopperConfig"
-    return _why_config_unsupported(config, problem.a_dtype.itemsize, problem.out_dtype)
+    return _why_config_unsupported(config, problem.a_dtype.itemsize, problem.out_dtype, promote)
 
 
-def _why_config_unsupported(config: HopperConfig, elem_bytes: int, out_dtype: torch.dtype) -> str | None:
+def _why_config_unsupported(config: HopperConfig, elem_bytes: int, out_dtype: torch.dtype, promote: bool) -> str | None:
     if config.schedule not in ("cooperative", "pingpong"):
         return f"schedule {config.schedule!r}: there are cooperative and pingpong"
     if config.consumers not in (1, 2, 3) or (config.schedule == "pingpong" and config.consumers != 2):
@@ -122,7 +128,9 @@ def _why_config_unsupported(config: HopperConfig, elem_bytes: int, out_dtype: to
         return (
             f"tile_k={config.tile_k}: a row of a tile is {SWIZZLE_BYTES} bytes, {SWIZZLE_BYTES // elem_bytes} elements"
         )
-    accumulators = config.warpgroup_m * config.tile_n // 128
+    accumulators = config.warpgroup_m * config.tile_n // 128 * (2 if promote else 1)
+    if promote and config.schedule == "pingpong":
+        return "pingpong with promotion: the additions need another warpgroup's products beside them"
     if accumulators > MAX_ACCUMULATORS:
         return f"{accumulators} accumulators per thread: at most {MAX_ACCUMULATORS}"
     if config.consumers == 3 and accumulators > 128:
@@ -156,6 +164,12 @@ HALF = HopperConfig(128, 64, schedule="pingpong", num_stages=8, cluster_m=1)
 LOW = HopperConfig(64, 128, schedule="pingpong", num_stages=8, cluster_m=1)
 SMALL = HopperConfig(64, 64, schedule="pingpong", num_stages=12, store_stages=1, cluster_m=1)
 _CANDIDATES = (WIDE, SQUARE, LONG, HUGE, HALF, LOW, SMALL)
+# With promotion, which doubles the accumulators.
+_PROMOTING = (
+    HopperConfig(128, 128, num_stages=6),
+    HopperConfig(128, 192, store_stages=3, cluster_m=1, cluster_n=2),
+    HopperConfig(64, 128, consumers=1, num_stages=8, cluster_m=1),
+)
 
 # A model of the time, its constants from one H200 (docs/hopper.md). Rates are relative to WIDE on full waves.
 _SM_FLOPS = 5.9e12  # of WIDE's main loop, per SM and second
@@ -167,12 +181,16 @@ _COOL_VOLUME = 4.2e11  # M * N * K up to which the chip is not at its power limi
 _DRIFT_VOLUMES = 5e12, 2.5e13
 
 
-def candidates(problem: GemmProblem) -> list[HopperConfig]:
+@functools.lru_cache(maxsize=4096)
+def candidates(problem: GemmProblem, promote: bool = False) -> tuple[HopperConfig, ...]:
     """The configurations that the default is chosen from, those that this problem allows."""
-    return [config for config in _CANDIDATES if why_unsupported(problem, config) is None]
+    tile_k = SWIZZLE_BYTES // problem.a_dtype.itemsize
+    tiles = [replace(config, tile_k=tile_k) for config in (_PROMOTING if promote else _CANDIDATES)]
+    return tuple(config for config in tiles if why_unsupported(problem, config, promote) is None)
 
 
 def _rate(problem: GemmProblem, config: HopperConfig) -> float:
+    config = replace(config, tile_k=WIDE.tile_k)
     volume = problem.M * problem.N * problem.K
     drift = volume * (problem.K / 8192) ** 0.5
     cool = volume < _COOL_VOLUME
@@ -202,9 +220,9 @@ def _seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def default_config(problem: GemmProblem) -> tuple[HopperConfig, list[str]]:
+def default_config(problem: GemmProblem, promote: bool = False) -> tuple[HopperConfig, list[str]]:
     """The candidate of least modelled time, and why."""
-    modelled = {config: _seconds(problem, config) for config in candidates(problem)}
+    modelled = {config: _seconds(problem, config) for config in candidates(problem, promote)}
     best = min(modelled, key=lambda config: modelled[config][0])
     seconds, per_cta = modelled[best]
     reasons = [f"least modelled time of {len(modelled)} tiles: {seconds * 1e6:.1f} us, {per_cta} tiles per CTA"]

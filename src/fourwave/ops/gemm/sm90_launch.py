@@ -14,6 +14,8 @@ from fourwave.backends import guard
 from fourwave.ops.gemm.problem import GemmProblem
 from fourwave.ops.gemm.sm90_config import MAX_STRIDE_BYTES, HopperConfig, default_config, why_unsupported
 
+Tensor = torch.Tensor
+Scales = tuple[Tensor, Tensor] | None
 ALIGN_BYTES = 16  # of bases and row strides, for TMA
 
 
@@ -24,17 +26,22 @@ class Specialisation:
 
     config: HopperConfig
     layout: str
-    dtype: torch.dtype
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
     out_dtype: torch.dtype
     bias_dtype: torch.dtype | None
     activation: str | None
     accumulate: bool
+    scaled: bool = False
+    promote: bool = False
 
 
-def specialise(problem: GemmProblem, config: HopperConfig) -> Specialisation:
+def specialise(
+    problem: GemmProblem, config: HopperConfig, scaled: bool = False, promote: bool = False
+) -> Specialisation:
     return Specialisation(
-        replace(config, group=1), problem.layout, problem.a_dtype, problem.out_dtype, problem.bias_dtype, problem.activation,
-        problem.accumulate,
+        replace(config, group=1), problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype, problem.bias_dtype,
+        problem.activation, problem.accumulate, scaled, promote,
     )  # fmt: skip
 
 
@@ -57,14 +64,19 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
 
     types: dict[torch.dtype | None, Any] = {
         torch.float32: cutlass.Float32, torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, None: None,
+        torch.float8_e4m3fn: cutlass.Float8E4M3FN, torch.float8_e5m2: cutlass.Float8E5M2,
     }  # fmt: skip
     config = spec.config
-    element, out_type, bias_type = types[spec.dtype], types[spec.out_dtype], types[spec.bias_dtype]
+    a_type, b_type, out_type, bias_type = (
+        types[dtype] for dtype in (spec.a_dtype, spec.b_dtype, spec.out_dtype, spec.bias_dtype)
+    )
     kernel = sm90.Gemm(
         sm90.geometry(config),
-        TmaLoader(element, config.tile_m, config.tile_k, spec.layout != "NT", config.num_stages, config.cluster_n),
-        TmaLoader(element, config.tile_n, config.tile_k, spec.layout == "TN", config.num_stages, config.cluster_m),
+        TmaLoader(a_type, config.tile_m, config.tile_k, spec.layout != "NT", config.num_stages, config.cluster_n),
+        TmaLoader(b_type, config.tile_n, config.tile_k, spec.layout == "TN", config.num_stages, config.cluster_m),
         Epilogue(out_type, bias_type, spec.activation, spec.accumulate, config.store_stages),
+        spec.scaled,
+        spec.promote,
     )
 
     def pointer(dtype: Any, align: int | None = None) -> Any:
@@ -76,10 +88,12 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
     one, stride = Int32(1), Int64(ALIGN_BYTES)
     return cute.compile[tuple(options)](
         kernel,
-        pointer(element, ALIGN_BYTES),
-        pointer(element, ALIGN_BYTES),
+        pointer(a_type, ALIGN_BYTES),
+        pointer(b_type, ALIGN_BYTES),
         pointer(out_type, ALIGN_BYTES),
         pointer(bias_type or out_type),
+        pointer(Float32),
+        pointer(Float32),
         one, one, one, stride, stride, stride, Float32(1.0), one, one,
         cuda.CUstream(0),
     )  # fmt: skip
@@ -90,6 +104,7 @@ class _Block(ctypes.Structure):
 
     _fields_ = (
         ("a", ctypes.c_uint64), ("b", ctypes.c_uint64), ("out", ctypes.c_uint64), ("bias", ctypes.c_uint64),
+        ("scale_a", ctypes.c_uint64), ("scale_b", ctypes.c_uint64),
         ("M", ctypes.c_int32), ("N", ctypes.c_int32), ("K", ctypes.c_int32),
         ("a_stride", ctypes.c_int64), ("b_stride", ctypes.c_int64), ("out_stride", ctypes.c_int64),
         ("alpha", ctypes.c_float), ("num_clusters", ctypes.c_int32), ("group", ctypes.c_int32), ("stream", ctypes.c_uint64),
@@ -119,9 +134,13 @@ class _Plan:
         self._executor = executor  # keeps the module loaded
         self._function = executor.capi_func
 
-    def launch(self, a: int, b: int, out: int, bias: int, alpha: float, stream: int) -> None:
+    def launch(self, a: int, b: int, out: int, bias: Tensor | None, scales: Scales, alpha: float, stream: int) -> None:
         block = self.block
-        block.a, block.b, block.out, block.bias, block.alpha, block.stream = a, b, out, bias, alpha, stream
+        block.a, block.b, block.out, block.alpha, block.stream = a, b, out, alpha, stream
+        if bias is not None:
+            block.bias = bias.data_ptr()
+        if scales is not None:
+            block.scale_a, block.scale_b = scales[0].data_ptr(), scales[1].data_ptr()
         self._function(self._packed)
         if block.result:
             raise RuntimeError(f"the launch failed with CUDA error {block.result}")
@@ -158,33 +177,35 @@ def run(
     *,
     bias: torch.Tensor | None = None,
     alpha: float = 1.0,
+    scales: Scales = None,
+    promote: bool = False,
 ) -> list[str]:
-    """out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out) on the current device, which holds the tensors.
+    """out[M, N] = act(alpha * scale_a * scale_b * op(a) @ op(b) + bias) (+ out) on the current device.
 
     a, b    as stored (GemmProblem.a_shape, b_shape), inner stride 1, any row stride
     out     [M, N], inner stride 1, any row stride; nothing outside it is written
     bias    [N] contiguous, or None
+    scales  (scale_a, scale_b), one float32 element each, or None
+    promote FP8 only: float32 additions sum what the matrix unit makes of each 128 k (sm90.py)
     Returns notes, such as which operand had to be copied. Raises NotImplementedError (why_unsupported), RuntimeError
     when a kernel would have to be compiled while a CUDA graph is captured.
     """
     device = a.device.index
-    key = (problem, config, device, a.stride(0), b.stride(0), out.stride(0), True)
+    key = (problem, config, device, a.stride(0), b.stride(0), out.stride(0), scales is None, promote, True)
     plans = _local.__dict__.get("plans")
     if plans is None:
         plans = _local.plans = {}
     plan = plans.get(key)
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
     if plan is None or (pointers[0] | pointers[1] | pointers[2]) % ALIGN_BYTES:
-        return _prepare(plans, key, problem, config, a, b, out, bias, alpha)
-    plan.launch(
-        *pointers, 0 if bias is None else bias.data_ptr(), alpha, torch._C._cuda_getCurrentRawStream(device)
-    )  # fmt: skip
+        return _prepare(plans, device, problem, config, a, b, out, bias, alpha, scales, promote)
+    plan.launch(*pointers, bias, scales, alpha, torch._C._cuda_getCurrentRawStream(device))
     return []
 
 
 def _prepare(
     plans: dict[Any, _Plan],
-    key: tuple[Any, ...],
+    device: int,
     problem: GemmProblem,
     config: HopperConfig | None,
     a: torch.Tensor,
@@ -192,9 +213,11 @@ def _prepare(
     out: torch.Tensor,
     bias: torch.Tensor | None,
     alpha: float,
+    scales: Scales,
+    promote: bool,
 ) -> list[str]:
     """The first call of its kind, and every call with operands that TMA cannot address."""
-    if (reason := why_unsupported(problem, config)) is not None:
+    if (reason := why_unsupported(problem, config, promote)) is not None:
         raise NotImplementedError(reason)
     if problem.accumulate and problem.out_dtype != torch.float32:
         # TMA would add numbers that are already rounded to out's type. Add in float32, round once.
@@ -203,7 +226,8 @@ def _prepare(
             problem.M, problem.N, problem.K, problem.layout, problem.a_dtype, problem.b_dtype, torch.float32,
             problem.bias_dtype, problem.activation, False, problem.device_type,
         )  # fmt: skip
-        notes = run(plain, config if _fits(plain, config) else None, a, b, total, bias=bias, alpha=alpha)
+        fitting = config if config is None or why_unsupported(plain, config, promote) is None else None
+        notes = run(plain, fitting, a, b, total, bias=bias, alpha=alpha, scales=scales, promote=promote)
         out.copy_(total.add_(out))
         return [*notes, f"accumulated through a float32 buffer: out is {problem.out_dtype}"]
     notes = []
@@ -212,24 +236,20 @@ def _prepare(
     if (reason := _misaligned(out) or _partial_chunk(out)) is not None:
         notes.append(f"out written through a copy: {reason}")
         target = _padded(out, copy=problem.accumulate)
-    chosen = config or default_config(problem)[0]
+    chosen = config or default_config(problem, promote)[0]
     strides = (_row_stride(a), _row_stride(b), _row_stride(target))
-    own_key = (problem, config, key[2], a.stride(0), b.stride(0), target.stride(0), target is out)
-    plan = plans.get(own_key)
-    if plan is None:
-        spec = specialise(problem, chosen)
-        plan = plans[own_key] = _Plan(chosen, _executor(spec), problem, strides, _num_sms(key[2]))
-    plan.launch(
-        a.data_ptr(), b.data_ptr(), target.data_ptr(), 0 if bias is None else bias.data_ptr(), alpha,
-        torch._C._cuda_getCurrentRawStream(key[2]),
+    key = (
+        problem, config, device, a.stride(0), b.stride(0), target.stride(0), scales is None, promote, target is out
     )  # fmt: skip
+    plan = plans.get(key)
+    if plan is None:
+        executor = _executor(specialise(problem, chosen, scales is not None, promote))
+        plan = plans[key] = _Plan(chosen, executor, problem, strides, _num_sms(device))
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    plan.launch(a.data_ptr(), b.data_ptr(), target.data_ptr(), bias, scales, alpha, stream)
     if target is not out:
         out.copy_(target)
     return notes
-
-
-def _fits(problem: GemmProblem, config: HopperConfig | None) -> bool:
-    return config is None or why_unsupported(problem, config) is None
 
 
 def _row_stride(tensor: torch.Tensor) -> int:
