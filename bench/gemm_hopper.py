@@ -172,6 +172,7 @@ def measure(
     precision: str,
     sweep: bool,
     groups: list[int],
+    tiles: int | None,
     samples: int,
     l2_bytes: int,
 ) -> tuple[dict[str, Any], str]:
@@ -187,7 +188,9 @@ def measure(
     trans = {"trans_a": layout == "NT", "trans_b": layout == "TN"}
     configs: dict[str, Any] = {"fourwave": None}
     if sweep:
-        tried = [replace(c, group=g) for c in sm90_config.candidates(problem, promote) for g in (groups or [c.group])]
+        tried = [
+            replace(c, group=g) for c in sm90_config.candidates(problem, promote)[:tiles] for g in (groups or [c.group])
+        ]
         configs = {str(config): config for config in tried}
 
     def ours(turn: int, config: Any) -> None:
@@ -250,6 +253,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--configs", choices=["default", "all"], default="default")
     parser.add_argument("--groups", default="", help="with --configs all: each config at each of these band widths")
+    parser.add_argument("--tiles", type=int, help="with --configs all: the first n candidates only")
     parser.add_argument("--commit", default="", help="commit of the measured tree, for the record")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no row after this time")
     parser.add_argument("--every", type=int, default=1, help="only every n-th row of the suite")
@@ -273,7 +277,9 @@ def main() -> None:
             if time.monotonic() - began > args.seconds:
                 skipped += 1
                 continue
-            row, text = measure(name, *shape, layout, args.dtype, args.configs == "all", groups, args.samples, l2_bytes)
+            row, text = measure(
+                name, *shape, layout, args.dtype, args.configs == "all", groups, args.tiles, args.samples, l2_bytes
+            )
             rows.append(row)
             print(text, flush=True)
     host = host_seconds()
