@@ -5,6 +5,7 @@
 #   make test             all tests but the slow ones
 #   make test-slow        the slow ones only
 #   make test-all         both
+#   make witness          the simulator's matrix instructions against Triton's kernels: compiles and runs them all, writes the records
 #   make lint             ruff (rules and formatting) and mypy
 #   make format           let ruff rewrite what `make lint` would complain about
 #   make env              the virtual environment only
@@ -19,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := $(VENV)/.installed
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test test-slow test-all lint format env system-packages clean
+.PHONY: demo test test-slow test-all witness lint format env system-packages clean
 
 demo: $(STAMP)
 	$(BIN)/fourwave demo
@@ -32,6 +33,16 @@ test-slow: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# Triton in an environment of its own: it brings its own compiler, and compiles without a GPU and without torch.
+WITNESS := $(VENV)/triton
+witness: $(STAMP) $(WITNESS)/.installed
+	$(BIN)/python tests/sim/witness/record.py --triton $(WITNESS)/bin/python
+
+$(WITNESS)/.installed: | $(STAMP)
+	$(BIN)/python -m venv $(WITNESS)
+	$(WITNESS)/bin/python -m pip --disable-pip-version-check --no-input install triton==3.9.0
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -202,7 +202,11 @@ _GLOBAL_TRANSPOSES = {"tr.b128": (16, 4), "tr.b64": (8, 2), "tr4.b64": (4, 2), "
 
 @handles(*(f"rocdl.ds.load.{name}" for name in _TRANSPOSES))
 @intrinsic(
-    *(f"llvm.amdgcn.ds.load.{name}.{t}" for name in _TRANSPOSES for t in ("v8i16", "v8f16", "v8bf16", "v2i32", "v3i32"))
+    *(
+        f"llvm.amdgcn.ds.load.{name}{t}"
+        for name in _TRANSPOSES
+        for t in ("", ".v8i16", ".v8f16", ".v8bf16", ".v2i32", ".v3i32")
+    )
 )
 def _ds_load_tr(k: Lowering, o: Any) -> Value:
     _only_gfx1250(k, o)
@@ -214,7 +218,7 @@ def _ds_load_tr(k: Lowering, o: Any) -> Value:
 
 
 @handles(*(f"rocdl.ds.read.{name}" for name in _GFX950_TRANSPOSES))
-@intrinsic(*(f"llvm.amdgcn.ds.read.{name}.{t}" for name in _GFX950_TRANSPOSES for t in ("v2i32", "v3i32")))
+@intrinsic(*(f"llvm.amdgcn.ds.read.{name}{t}" for name in _GFX950_TRANSPOSES for t in ("", ".v2i32", ".v3i32")))
 def _ds_read_tr(k: Lowering, o: Any) -> Value:
     if k.arch != "gfx950":
         raise k.fail(f"{_name(k, o)}: {k.arch} does not have it", o)
@@ -228,9 +232,9 @@ def _ds_read_tr(k: Lowering, o: Any) -> Value:
 @handles(*(f"rocdl.global.load.{name}" for name in _GLOBAL_TRANSPOSES))
 @intrinsic(
     *(
-        f"llvm.amdgcn.global.load.{name}.{t}"
+        f"llvm.amdgcn.global.load.{name}{t}"
         for name in _GLOBAL_TRANSPOSES
-        for t in ("v8i16", "v8f16", "v8bf16", "v2i32", "v3i32")
+        for t in ("", ".v8i16", ".v8f16", ".v8bf16", ".v2i32", ".v3i32")
     )
 )
 def _global_load_tr(k: Lowering, o: Any) -> Value:

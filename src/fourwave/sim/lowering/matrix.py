@@ -192,7 +192,7 @@ def _plain_wmma(
     c = "f32" if result == "bf16f32" else result
     d = "bf16" if result == "bf16f32" else result
     x = Matrix(16, 16, depth, 1, a, b, c, d, chunk, chunk, negate=negate, clamp=clamp)
-    return _emit(k, o, x, *operands)
+    return _emit(k, o, x, operands[0], operands[1], operands[2])
 
 
 @handles(*(f"rocdl.wmma.{name}" for name in WMMA))
@@ -257,7 +257,7 @@ def _scaled_wmma(
         m, 16, 128, 1, formats[0], formats[1], "f32", "f32", chunks[0], chunks[1], negate=negate, scale_block=block,
         scale_a=a[0], scale_b=b[0], scale_format_a=a[1], scale_format_b=b[1],
     )  # fmt: skip
-    return _emit(k, o, x, *operands[:3], (operands[3], operands[4]))
+    return _emit(k, o, x, operands[0], operands[1], operands[2], (operands[3], operands[4]))
 
 
 _SCALE_FORMATS = ("e8m0", "e5m3", "fp8")
