@@ -131,15 +131,12 @@ static void end_load(Group *g, uint8_t *global, u32 lds, u32 bytes) {
 
 /* LDS is read by another engine than the wave's LDS operations: the wave's own stores, too, must have been waited for. */
 static void begin_store(Group *g, Wave *w, uint8_t *global, u32 lds, u32 bytes, i32 line, i32 lane) {
-    if (!lds_holds(g, w, lds, bytes, line, 1)) return;
+    if (!global || !lds_holds(g, w, lds, bytes, line, 1)) return; /* what is dropped is not read: Triton's tiles end in padding past LDS */
     u32 wave = (u32)(w - g->waves);
-    if (global) {
-        if (!allowed(g, (u64)(uintptr_t)global, bytes, 1)) report(g, F_MEMORY, line, w, lane, (u64)(uintptr_t)global, -1, -1, 1);
-        else global_write_check(g, w, (u64)(uintptr_t)global, bytes, lane, line);
-    }
+    if (!allowed(g, (u64)(uintptr_t)global, bytes, 1)) report(g, F_MEMORY, line, w, lane, (u64)(uintptr_t)global, -1, -1, 1);
+    else global_write_check(g, w, (u64)(uintptr_t)global, bytes, lane, line);
     for (u32 at = lds & ~3u; at < lds + bytes; at += 4) {
         u32 n;
-        if (!global) continue; /* dropped: the byte need not be there */
         for (Shadow *s = shadows(g, at, lds, lds + bytes, &n); n--; s++) {
             if (s->in_flight) report(g, F_WAIT, line, w, lane, at, s->writer, s->write_line, wave != s->writer);
             else if (s->writer == wave && s->from_copy == FROM_LDS && s->bytes && (i32)(s->write_seq - w->lds_done) > 0)

@@ -11,7 +11,9 @@ from .ir_types import Array, Float, Int, Ptr, Struct, Type, dwords, field_offset
 from .lowering import UnknownOperation, describe_frames, find_frames, float_bits, plain
 
 Dims = tuple[int, int, int]
-Launcher = Callable[[str, Dims, Dims, int, list[list[int]], Dims], None]  # kernel, grid, block, dynamic LDS, arguments, cluster
+Launcher = Callable[
+    [str, Dims, Dims, int, list[list[int]], Dims], None
+]  # kernel, grid, block, dynamic LDS, arguments, cluster
 
 
 def read_argument(address: int, t: Type) -> Any:

@@ -20,7 +20,7 @@ _TEXT: dict[tuple[str, int], str] = {
     ("memory", 7): "a copy to LDS whose LDS address differs between lanes; the hardware uses the first lane's",
     ("memory", 9): "a tensor descriptor that is malformed: its type, its count, or a tile dimension or number of indices that cannot be",
     ("memory", 11): "a multicast load whose mask leaves out the workgroup that issues it: its LDS receives nothing",
-    ("memory", 12): "a copy between global memory and LDS at an LDS address that is not a multiple of its size",
+    ("memory", 12): "a copy between global memory and LDS at an LDS address that is not a multiple of four",
     ("memory", 13): "a tensor descriptor that differs between lanes; the hardware uses the first lane's",
     ("memory", 20): "an atomic operation at an address that is not a multiple of its size",
     ("memory", 21): "accesses private memory past the kernel's own",
