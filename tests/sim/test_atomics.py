@@ -329,6 +329,9 @@ WAIT1 = "rocdl.s.waitcnt 3953"  # vmcnt(1)
         (ATOMIC.format(1, 'syncscope("agent") release'), ""),
         (ATOMIC.format(1, 'syncscope("agent") acquire'), ""),
         (ATOMIC.format(1, "seq_cst"), ""),
+        ('llvm.fence syncscope("workgroup") acq_rel', "wait"),
+        ('llvm.fence syncscope("agent") release', ""),
+        ('llvm.fence syncscope("agent-one-as") acquire', ""),
     ],
     ids=[
         "none",
@@ -339,6 +342,9 @@ WAIT1 = "rocdl.s.waitcnt 3953"  # vmcnt(1)
         "agent-release",
         "agent-acquire",
         "seq_cst",
+        "workgroup-fence",
+        "agent-fence",
+        "agent-acquire-fence",
     ],
 )
 def test_atomics_in_vmcnt_and_their_orderings(middle: str, kind: str) -> None:

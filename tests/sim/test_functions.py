@@ -363,7 +363,7 @@ def test_scalar_buffer_loads(count: int) -> None:
 
 
 def test_an_intrinsic_without_a_model_raises() -> None:
-    with pytest.raises(UnknownOperation, match="llvm.amdgcn.sad.u8"):
+    with pytest.raises(UnknownOperation, match=r"llvm\.amdgcn\.sad\.u8"):
         itemwise(
             '\n  %r = llvm.call_intrinsic "llvm.amdgcn.sad.u8"(%a, %a, %a) : (i32, i32, i32) -> i32',
             [("i32", words(0))],

@@ -54,8 +54,8 @@ def order_before(k: Lowering, o: Any, ordering: int) -> None:
 
 def order_after(k: Lowering, o: Any, ordering: int) -> None:
     """What an acquire waits for: its own return, in order behind everything issued before it."""
-    if ordering in _ACQUIRE and _scope(k, o) not in _AMONG_LANES:
-        k.emit("FENCE", 2, 1)
+    if ordering in _ACQUIRE:
+        k.emit("FENCE", 0 if _scope(k, o) in _AMONG_LANES else 2, 1)
 
 
 def _emit(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from .atomics import order_after, order_before
 from .base import Lowering, Value, handles
 from .gfx1250 import emit_barrier
 
@@ -46,12 +46,9 @@ def _waitcnt(k: Lowering, o: Any) -> Value:
 
 @handles("llvm.fence")
 def _fence(k: Lowering, o: Any) -> Value:
-    text = str(o)
-    k.emit(
-        "FENCE",
-        int(bool(re.search(r"release|acq_rel|seq_cst", text))),
-        int(bool(re.search(r"acquire|acq_rel|seq_cst", text))),
-    )
+    ordering = k.integer_attribute(o, "ordering")
+    order_before(k, o, ordering)
+    order_after(k, o, ordering)
 
 
 @handles(*(f"rocdl.{name}" for name in _NOTES))
