@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,9 +139,11 @@ print("compiled", len(loop), "wgmma")
 @pytest.mark.skipif(cutedsl_missing() is not None, reason=str(cutedsl_missing()))
 @pytest.mark.parametrize(("layout", "out"), [("TN", "bfloat16"), ("NT", "float32")])
 @pytest.mark.parametrize("index", [0, 1])
-def test_compiled_code_has_the_instructions(layout: str, out: str, index: int) -> None:
+def test_compiled_code_has_the_instructions(layout: str, out: str, index: int, tmp_path: Path) -> None:
     command = [sys.executable, "-c", COMPILE, layout, out, str(index)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    # CuTe DSL writes what it keeps into the working directory, under one name for all specialisations.
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0 and "compiled" in done.stdout, done.stderr
 
 

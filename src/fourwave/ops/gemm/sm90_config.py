@@ -165,20 +165,22 @@ LOW = HopperConfig(64, 128, schedule="pingpong", num_stages=8, cluster_m=1)
 SMALL = HopperConfig(64, 64, schedule="pingpong", num_stages=12, store_stages=1, cluster_m=1)
 _CANDIDATES = (WIDE, SQUARE, LONG, HUGE, HALF, LOW, SMALL)
 # With promotion, which doubles the accumulators.
-_PROMOTING = (
-    HopperConfig(128, 128, num_stages=6),
-    HopperConfig(128, 192, store_stages=3, cluster_m=1, cluster_n=2),
-    HopperConfig(64, 128, consumers=1, num_stages=8, cluster_m=1),
-)
+PROMOTING_LONG = HopperConfig(128, 192, store_stages=3, cluster_m=1, cluster_n=2)
+PROMOTING_SQUARE = HopperConfig(128, 128, num_stages=6)
+PROMOTING_LOW = HopperConfig(64, 128, consumers=1, num_stages=8, cluster_m=1)
+_PROMOTING = (PROMOTING_LONG, PROMOTING_SQUARE, PROMOTING_LOW)
 
 # A model of the time, its constants from one H200 (docs/hopper.md). Rates are relative to WIDE on full waves.
 _SM_FLOPS = 5.9e12  # of WIDE's main loop, per SM and second
 _STORE_SECONDS = 0.8e-6  # of a 256x128 tile, where nothing else runs meanwhile
-_RATES = {HALF: 0.58, LOW: 0.56, SMALL: 0.42}
-_COOL_VOLUME = 4.2e11  # M * N * K up to which the chip is not at its power limit, where SQUARE's extra reads cost most
-# Over many long tiles CTAs drift apart and share less through L2; the larger a tile, the less it needs to. In
-# M * N * K * sqrt(K / 8192): from where SQUARE and LONG lose to WIDE, and WIDE to HUGE.
-_DRIFT_VOLUMES = 5e12, 2.5e13
+_RATES = {HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_SQUARE: 0.92, PROMOTING_LOW: 0.4}
+# SQUARE hides its stores and reads more shared memory per product than WIDE. The first outweighs the second where tiles
+# are short and the chip is at its power limit, which a BF16 call of less than half a millisecond does not bring it to.
+_SQUARE_K_BYTES = 16384  # at most
+_SQUARE_VOLUME = 2.4e11  # M * N * K, at least, where operands have two bytes
+# Over many long tiles CTAs drift apart and share less through L2; the larger a tile, the less it needs to.
+# M * N * K * sqrt(bytes of K / 16384) from where SQUARE and LONG lose to WIDE, and WIDE to HUGE.
+_DRIFT_VOLUMES = 6e12, 2.5e13
 
 
 @functools.lru_cache(maxsize=4096)
@@ -192,16 +194,17 @@ def candidates(problem: GemmProblem, promote: bool = False) -> tuple[HopperConfi
 def _rate(problem: GemmProblem, config: HopperConfig) -> float:
     config = replace(config, tile_k=WIDE.tile_k)
     volume = problem.M * problem.N * problem.K
-    drift = volume * (problem.K / 8192) ** 0.5
-    cool = volume < _COOL_VOLUME
+    k_bytes = problem.K * problem.a_dtype.itemsize
+    drift = volume * (k_bytes / 16384) ** 0.5
+    short = k_bytes <= _SQUARE_K_BYTES and (volume >= _SQUARE_VOLUME or problem.a_dtype in FP8)
     if config == HUGE:
         return 1.02 if drift > _DRIFT_VOLUMES[1] else 0.97
     if config in (SQUARE, LONG) and drift > _DRIFT_VOLUMES[0]:
         return 0.8
     if config == SQUARE:
-        return 0.975 if cool else 1.01
+        return 1.01 if short else 0.97
     if config == LONG:
-        return 0.97 if cool else 1.0
+        return 0.98 if short else 0.95
     return _RATES.get(config, 1.0)
 
 

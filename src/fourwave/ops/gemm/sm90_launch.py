@@ -51,7 +51,10 @@ _local = threading.local()  # each thread's plans: their argument blocks are wri
 
 
 def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
-    """CuTe DSL's compiled function. Needs no GPU. keep: with the PTX and the cubin, for inspection."""
+    """CuTe DSL's compiled function. Needs no GPU.
+
+    keep: with the PTX and the cubin, for inspection; CuTe DSL also writes them into the working directory.
+    """
     guard.import_cutlass()
     import cuda.bindings.driver as cuda
     import cutlass
