@@ -16,6 +16,7 @@ from fourwave.ops.gemm.sm90_config import MAX_STRIDE_BYTES, HopperConfig, defaul
 
 Tensor = torch.Tensor
 Scales = tuple[Tensor, Tensor] | None
+MAX_PLANS = 4096  # kept per thread: sizes that change with every batch must not fill the memory
 ALIGN_BYTES = 16  # of bases and row strides, for TMA
 
 
@@ -247,6 +248,8 @@ def _prepare(
     plan = plans.get(key)
     if plan is None:
         executor = _executor(specialise(problem, chosen, scales is not None, promote))
+        if len(plans) >= MAX_PLANS:
+            plans.clear()
         plan = plans[key] = _Plan(chosen, executor, problem, strides, _num_sms(device))
     stream = torch._C._cuda_getCurrentRawStream(device)
     plan.launch(a.data_ptr(), b.data_ptr(), target.data_ptr(), bias, scales, alpha, stream)
