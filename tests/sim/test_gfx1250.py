@@ -360,9 +360,10 @@ def pattern(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(1, 255, count, dtype=np.uint8)
 
 
+@pytest.mark.parametrize("kind", ["global", "cluster"])
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("completion", ["late", "early", "random"])
-def test_async_load(width: str, completion: str) -> None:
+def test_async_load(kind: str, width: str, completion: str) -> None:
     """Lane i copies to the slot 7 i mod 32; the offset 16 moves both addresses (24-byte steps in memory, 32 in LDS)."""
     size = WIDTHS[width]
     source, out = pattern(24 * 33), pattern(1024, 1)
@@ -370,7 +371,9 @@ def test_async_load(width: str, completion: str) -> None:
     for lane in range(32):
         at = lane * 7 % 32 * 32 + 16
         want[at : at + size] = source[24 * lane + 16 : 24 * lane + 16 + size]
-    copy = f"\n  rocdl.global.load.async.to.lds.{width} %src, %dst, 16, 0 : !llvm.ptr<1>, !llvm.ptr<3>"
+    mask = ", %c7" if kind == "cluster" else ""
+    copy = f"\n  rocdl.{kind}.load.async.to.lds.{width} %src, %dst, 16, 0{mask} : !llvm.ptr<1>, !llvm.ptr<3>"
+    copy += "\n  rocdl.global.prefetch %src, 0 : !llvm.ptr<1>"  # a hint
     run(ASYNC + copy + ASYNC_WAIT + DUMP, out, source, block=32, completion=completion)
     np.testing.assert_array_equal(out, want)
 

@@ -3,7 +3,8 @@
  *
  * gfx950 (way 0): sixteen lanes read rows of sixteen elements, one row after another, lane i receives column i. AMD CDNA4 ISA guide, section
  * 11.4 and DS_READ_B64_TR_B16/B8/B4, DS_READ_B96_TR_B6; ck_tile's DefaultTranspose (Quad16, Quad8) has the same lane map for 16 and 8 bits.
- * gfx1250 (way 1): ROCm/rocm-systems emulation/rocjitsu, isa/arch/amdgpu/shared/ds_transpose.h; 16 and 8 bits also by Triton's kernels.
+ * gfx1250 (way 1): ROCm/rocm-systems emulation/rocjitsu, isa/arch/amdgpu/shared/ds_transpose.h.
+ * Both at 16, 8 and 4 bits also by Triton's kernels (tests/sim/test_transpose_triton.py); 6 bits have one source each.
  */
 static inline u32 get_bits(const u32 *words, u32 at, u32 bits) {
     u64 pair = words[at / 32];
