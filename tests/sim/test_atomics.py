@@ -283,9 +283,18 @@ def lds_text(first: str, second: str, between: str = "") -> str:
 ADD = "%x{0} = llvm.atomicrmw add %lds, %v monotonic : !llvm.ptr<3>, i32"
 LOAD = "%x{0} = llvm.load %lds : !llvm.ptr<3> -> i32"
 STORE = "llvm.store %v, %lds : i32, !llvm.ptr<3>"
+ORDERED_LOAD = (
+    '%x{0} = llvm.load %lds atomic syncscope("workgroup") acquire {{alignment = 4 : i64}} : !llvm.ptr<3> -> i32'
+)
+ORDERED_STORE = 'llvm.store %v, %lds atomic syncscope("workgroup") release {{alignment = 4 : i64}} : i32, !llvm.ptr<3>'
 
 
-@pytest.mark.parametrize(("first", "second", "kind"), [(ADD, ADD, ""), (ADD, LOAD, "race"), (LOAD, ADD, "race"), (STORE, ADD, "race"), (ADD, STORE, "race")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "second", "kind"),
+    [(ADD, ADD, ""), (ADD, LOAD, "race"), (LOAD, ADD, "race"), (STORE, ADD, "race"), (ADD, STORE, "race"),
+     (ADD, ORDERED_LOAD, ""), (ORDERED_STORE, ORDERED_LOAD, ""), (ORDERED_STORE, ADD, ""), (STORE, ORDERED_LOAD, "race"),
+     (ORDERED_STORE, LOAD, "race"), (ORDERED_STORE, STORE, "race")],
+)  # fmt: skip
 def test_races_of_lds_atomics(first: str, second: str, kind: str) -> None:
     """Atomics of two waves need nothing between them; an atomic and a plain access do."""
     report = launch(lower(lds_text(first.format(1), second.format(2)), lds=64), block=128, expect=kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..ir_types import Int, dwords
-from .atomics import order_after, order_before
+from .atomics import LOAD, STORE, order_after, order_before
 from .base import Lowering, Value, handles
 from .private import load_private, store_private
 
@@ -18,6 +18,10 @@ def _load(k: Lowering, o: Any) -> Value:
     if space == 5:
         load_private(k, pointer[0], bytes_, out, o)
         return tuple(k.clean(out[0], 1) if t == Int(1) else r for r in out)
+    if ordering and space == 3 and bytes_ in (4, 8):
+        k.emit("LDS_ATOMIC", LOAD, bytes_ // 8, pointer[0], 0, [], out)
+        order_after(k, o, ordering)
+        return tuple(out)
     if ordering and space != 3:
         k.emit("ORDERED")
     for at, size, first, n in k.pieces(bytes_):
@@ -44,6 +48,9 @@ def _store(k: Lowering, o: Any) -> Value:
         store_private(k, pointer[0], k.memory_bytes(t), value, o)
         return
     order_before(k, o, ordering)
+    if ordering and space == 3 and k.memory_bytes(t) in (4, 8):
+        k.emit("LDS_ATOMIC", STORE, k.memory_bytes(t) // 8, pointer[0], 0, list(value), [])
+        return
     if ordering and space != 3:
         k.emit("ORDERED")
     for at, size, first, n in k.pieces(k.memory_bytes(t)):
