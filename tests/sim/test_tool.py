@@ -1,0 +1,362 @@
+"""The simulator as a tool: `fourwave sim`, sim.run, the pytest fixture, the mutation harness, and the examples' reports."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fourwave import sim
+from fourwave.cli.app import app
+from fourwave.ops.gemm.config import default_config
+from fourwave.ops.gemm.problem import LAYOUTS, GemmProblem
+from fourwave.sim.harness import STEP_LIMIT, Harness, read_expectations
+from fourwave.sim.mutate import Fault
+from fourwave.sim.script import run_script
+from fourwave.testing import inputs
+from fourwave.testing.shapes import Shape
+
+pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
+pytest_plugins = ["pytester"]
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+HOME = str(Path.home())  # holds the compiled core; pytester moves it
+SCRIPT = Path(__file__).with_name("gpu_script.py")
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, ["sim", *arguments])
+
+
+def line_of(name: str, text: str) -> int:
+    """Number of the one line of an example that holds `text`."""
+    lines = [n for n, line in enumerate((EXAMPLES / name).read_text(encoding="utf-8").splitlines(), 1) if text in line]
+    assert len(lines) == 1, (text, lines)
+    return lines[0]
+
+
+# GPU scripts
+
+
+@pytest.mark.parametrize("arch", sim.ARCHS)
+def test_a_gpu_script_runs_unchanged(arch, capsys):
+    status, report = run_script(SCRIPT, ["--size", "4"], arch)
+    assert status == 0, capsys.readouterr().err
+    assert capsys.readouterr().out.strip() == "all right"
+    assert [launch.arch for launch in report.launches] == [arch] and report.workgroups == 4
+    assert not report.findings, report
+
+
+def test_the_process_is_as_before():
+    from fourwave.sim.script import served_on_cpu
+
+    def state():
+        names = (torch.cuda, torch.accelerator, torch.utils.dlpack, torch.version, torch)
+        kept = [{k: id(v) for k, v in vars(module).items() if not k.startswith("__")} for module in names]
+        flag = torch.__future__.get_overwrite_module_params_on_conversion()
+        return kept, flag, list(sys.path), list(sys.argv), torch.get_default_device(), torch.cuda.is_available()
+
+    with sim.session():  # imports what a session needs
+        pass
+    before = state()
+    assert run_script(SCRIPT, ["--size", "4"])[0] == 0
+    after = state()
+    assert after == before
+    with pytest.raises(ZeroDivisionError), served_on_cpu("gfx950"):
+        torch.set_default_device("cuda")
+        assert torch.zeros(1).is_cuda
+        raise ZeroDivisionError
+    assert state() == before
+    assert not torch.zeros(1).is_cuda and type(torch.zeros(1)) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("pass", 0), ("raise SystemExit", 0), ("raise SystemExit(7)", 7), ("raise SystemExit('why')", 1)],
+)
+def test_the_scripts_exit_status(tmp_path, capsys, code, status):
+    script = tmp_path / "s.py"
+    script.write_text(code)
+    assert run_script(script, [])[0] == status
+    assert capsys.readouterr().err.strip() == ("why" if "why" in code else "")
+    assert invoke(str(script)).exit_code == status
+
+
+def test_the_scripts_own_errors_are_its_own(tmp_path):
+    script = tmp_path / "s.py"
+    script.write_text("import helper\nassert __name__ == '__main__'\nraise ValueError(helper.TEXT)")
+    (tmp_path / "helper.py").write_text("TEXT = 'from the script'")
+    result = invoke(str(script))
+    assert isinstance(result.exception, ValueError) and str(result.exception) == "from the script"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["no_such.py"], "no such script"),
+        (["--arch", "gfx90a", str(SCRIPT)], "gfx90a is not among them"),
+        (["--checks", "memory,luck", str(SCRIPT)], "luck"),
+        (["--completion", "never", str(SCRIPT)], "completion='never'"),
+        (["--expect", str(SCRIPT), str(SCRIPT)], "give both"),
+        (["--mutate", "--expect", "no_such.txt", str(SCRIPT)], "no_such.txt"),
+    ],
+)
+def test_options_that_make_no_sense(arguments, said):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+
+
+# The examples: what a user gets to read
+
+BUGS = [
+    # example, kind, the line's text, the advice
+    ("missing_wait", "wait", "lds.tiles[last - i]", "wait for the copy (s_waitcnt vmcnt) before this"),
+    ("race", "race", "lds.row[thread] = value", "put the write's wait"),
+    ("tail", "memory", "value = x[i] + bias", "check the tail handling"),
+    ("tail", "memory", "y[i] = (value > 0.0)", "check the tail handling"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "text", "advice"), BUGS)
+def test_a_buggy_kernels_report_names_the_line_and_what_to_do(name, kind, text, advice):
+    _, report = run_script(EXAMPLES / f"{name}.py", [])
+    line = line_of(f"{name}.py", text)
+    found = [f for f in report.findings if f.kind == kind and Path(f.file).name == f"{name}.py" and f.line == line]
+    assert found, report
+    assert advice in str(found[0]) and f"{name}.py:{line}: {kind}: " in str(found[0])
+
+
+@pytest.mark.parametrize("name", ["missing_wait", "race", "tail"])
+def test_fourwave_sim_on_the_examples(name, tmp_path):
+    record = tmp_path / "record.json"
+    result = invoke("--json", str(record), str(EXAMPLES / f"{name}.py"))
+    assert result.exit_code == 1 and "right: " in result.output
+    kinds = {f["kind"] for f in json.loads(record.read_text())["findings"]}
+    assert {"missing_wait": "wait", "race": "race", "tail": "memory"}[name] in kinds
+    for kind in kinds:
+        assert f"{name}.py:" in result.output and f": {kind}: " in result.output
+
+
+@pytest.mark.parametrize("name", ["missing_wait", "race", "tail"])
+def test_the_corrected_twins_have_no_findings(name):
+    result = invoke(str(EXAMPLES / f"{name}_fixed.py"))
+    assert result.exit_code == 0, result.output
+    assert "right: True" in result.output and " 0 findings" in result.output
+
+
+def test_checks_can_be_chosen():
+    for checks, found in (("memory,init", False), ("race", True), ("all", True)):
+        result = invoke("--checks", checks, str(EXAMPLES / "race.py"))
+        assert (": race: " in result.output) is found and (" 0 findings" in result.output) is not found
+
+
+# Mutation
+
+
+def test_mutate_lists_every_fault_of_a_kernel(tmp_path):
+    record = tmp_path / "record.json"
+    result = invoke("--mutate", "--json", str(record), str(EXAMPLES / "missing_wait_fixed.py"))
+    faults = json.loads(record.read_text())["faults"]
+    assert result.exit_code == int(any(not f["how"] for f in faults)), result.output
+    kinds = {f["fault"].rpartition(" #")[0] for f in faults}
+    assert {"barrier dropped", "vmcnt one higher", "vmcnt dropped", "copy dropped", "copy 16 bytes off"} <= kinds
+    survivors = [f for f in faults if not f["how"]]
+    assert not survivors, survivors
+    assert f"{len(faults)} of {len(faults)} faults caught; 0 accepted; 0 unexplained" in result.output
+
+
+def test_a_survivor_needs_a_reason(tmp_path):
+    """A second barrier right after the first is redundant: dropping either one goes unnoticed."""
+    script = tmp_path / "twice.py"
+    script.write_text(
+        LAUNCHER.replace("BARRIER", "fx.gpu.barrier()\n    fx.rocdl.s_barrier()")
+        + "reverse(torch.arange(256.0).cuda(), torch.empty(256, device='cuda'))\n"
+    )
+    result = invoke("--mutate", str(script))
+    assert result.exit_code == 1
+    survivors = [s.split(": ", 1)[1] for s in result.output.splitlines() if s.startswith("survivor: ")]
+    keys = [s.rpartition(" at ")[0] for s in survivors]
+    assert keys and all("barrier dropped #" in key for key in keys)
+
+    expect = tmp_path / "expect.txt"
+    expect.write_text("# known\n\n" + "".join(f"{key}  # twice in a row\n" for key in keys))
+    result = invoke("--mutate", "--expect", str(expect), str(script))
+    assert result.exit_code == 0 and "twice in a row" in result.output and "0 unexplained" in result.output
+
+    expect.write_text(expect.read_text() + "some_kernel: gone #0  # was once\n")
+    assert "no longer there: some_kernel: gone #0" in invoke("--mutate", "--expect", str(expect), str(script)).output
+
+
+def test_expectations_need_reasons():
+    assert read_expectations("# all\n\nk: barrier dropped #1  # the last step\n") == {
+        "k: barrier dropped #1": "the last step"
+    }
+    for bad in ("k: barrier dropped #1\n", "k: barrier dropped #1  # \n"):
+        with pytest.raises(ValueError, match="line 1"):
+            read_expectations(bad)
+
+
+def gemm_outcomes(arch: str, layout: str, choose=None):
+    """What becomes of the faults in our GEMM kernel, over six K steps and several workgroups."""
+    from fourwave.ops.gemm import amd
+
+    shape = Shape("pipeline", 128, 64, 384)
+    a, b = inputs.spread(shape, torch.bfloat16, layout=layout, seed=3)
+    problem = GemmProblem(
+        shape.M, shape.N, shape.K, layout, torch.bfloat16, torch.bfloat16, torch.float32, None, None, False, "cpu"
+    )
+    config, _ = default_config(problem, arch)
+    out = torch.full((shape.M, shape.N), float("nan"))
+    harness = Harness(choose=choose)
+    with sim.session(arch, harness=harness, step_limit=STEP_LIMIT) as report:
+        amd.run(problem, config, arch, a, b, out)
+    assert not report.findings, report
+    assert not out.isnan().any()
+    return harness
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
+def test_the_harness_finds_a_few_faults_of_our_gemm(arch):
+    def last_of_each(fault: Fault) -> bool:
+        return fault.name.endswith(" #1")
+
+    harness = gemm_outcomes(arch, "TN", last_of_each)
+    kinds = {o.fault.rpartition(" #")[0] for o in harness.outcomes}
+    assert {"barrier dropped", "LDS read 16 bytes off"} <= kinds
+    assert not harness.survivors, harness.survivors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
+def test_the_harness_finds_every_fault_of_our_gemm(arch, layout):
+    harness = gemm_outcomes(arch, layout)
+    print(f"{arch} {layout}: {len(harness.outcomes)} faults")
+    assert len(harness.outcomes) > 50
+    assert not harness.survivors, harness.survivors
+
+
+# sim.run and the fixture
+
+LAUNCHER = """
+import flydsl.compiler as flyc
+import torch
+from flydsl import expr as fx
+
+@fx.struct
+class Shared:
+    values: fx.Array[fx.Float32, 256, 16]
+
+@flyc.kernel(known_block_size=[256, 1, 1])
+def reverse_kernel(x: fx.Tensor, y: fx.Tensor):
+    lds = fx.SharedAllocator().allocate(Shared).peek()
+    thread = fx.Int32(fx.thread_idx.x)
+    lds.values[thread] = x[thread]
+    BARRIER
+    y[thread] = lds.values[255 - thread]
+
+@flyc.jit
+def reverse(x: fx.Tensor, y: fx.Tensor):
+    reverse_kernel(x, y).launch(grid=(1, 1, 1), block=(256, 1, 1))
+"""
+
+
+def launcher(folder: Path, barrier: bool):
+    path = folder / "kernels.py"
+    path.write_text(LAUNCHER.replace("BARRIER", "fx.gpu.barrier()" if barrier else "pass"))
+    return path
+
+
+def load(path: Path):
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(f"kernels_{path.parent.name}", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+@pytest.mark.parametrize("arch", sim.ARCHS)
+def test_run_returns_the_report_and_the_output(tmp_path, arch, barrier):
+    x, y = torch.arange(256.0), torch.full((256,), float("nan"))
+    report = sim.run(load(launcher(tmp_path, barrier)).reverse, x, y, arch=arch, schedule="reverse")
+    assert len(report.launches) == 1 and report.launches[0].arch == arch
+    assert torch.equal(y, x.flip(0)) is barrier
+    assert bool(report.findings) is not barrier
+    assert barrier or "race" in {f.kind for f in report.findings}
+
+
+def test_run_takes_the_sessions_options(tmp_path):
+    reverse = load(launcher(tmp_path, False)).reverse
+    x, y = torch.arange(256.0), torch.empty(256)
+    assert {f.kind for f in sim.run(reverse, x, y, checks=("race",)).findings} == {"race"}
+    assert not sim.run(reverse, x, y, checks=("memory",)).findings
+    with pytest.raises(sim.SimulationError):
+        sim.run(reverse, x, y, on_finding="raise")
+    with pytest.raises(ValueError, match="completion"):
+        sim.run(reverse, x, y, completion="soon")
+
+
+FIXTURE_TESTS = """
+import pytest, torch
+from kernels import reverse
+
+def call():
+    x, y = torch.arange(256.0), torch.empty(256)
+    reverse(x, y)
+
+def test_plain(fourwave_sim):
+    call()
+    assert [x.arch for x in fourwave_sim.launches] == ["gfx950"]
+
+@pytest.mark.fourwave_sim(arch="gfx942", completion="early")
+def test_named(fourwave_sim):
+    call()
+    assert [x.arch for x in fourwave_sim.launches] == ["gfx942"]
+
+@pytest.mark.fourwave_sim("gfx1250", checks=("memory",))
+def test_fewer_checks(fourwave_sim):
+    call()
+    assert [x.arch for x in fourwave_sim.launches] == ["gfx1250"]
+
+def test_takes_its_findings(fourwave_sim):
+    call()
+    fourwave_sim.findings.clear()
+"""
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_the_fixture(pytester, monkeypatch, barrier):
+    monkeypatch.setenv("HOME", HOME)
+    pytester.makeconftest('pytest_plugins = ["fourwave.sim.pytest_plugin"]')
+    pytester.makepyfile(test_kernels=FIXTURE_TESTS)
+    launcher(pytester.path, barrier)
+    result = pytester.runpytest_inprocess("-q", "--strict-markers", "-p", "no:cacheprovider")
+    if barrier:
+        result.assert_outcomes(passed=4)
+    else:
+        result.assert_outcomes(passed=4, errors=2)  # a finding is an error of the fixture, after the test
+        result.stdout.fnmatch_lines(["*kernels.py:16: race: *", "*put the write's wait*"])
+
+
+def test_the_fixture_skips_where_the_simulator_cannot_run(pytester, monkeypatch):
+    monkeypatch.setattr(sim, "unavailable", lambda arch="gfx950": "no compiler")
+    pytester.makeconftest('pytest_plugins = ["fourwave.sim.pytest_plugin"]')
+    pytester.makepyfile("def test_it(fourwave_sim):\n    assert False")
+    result = pytester.runpytest_inprocess("-q", "-rs", "-p", "no:cacheprovider")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["*fourwave.sim cannot run here: no compiler*"])
+
+
+def test_examples_are_all_tested():
+    names = {p.stem.removesuffix("_fixed") for p in EXAMPLES.glob("*.py")}
+    assert names == {name for name, *_ in BUGS}
+    assert all((EXAMPLES / f"{name}_fixed.py").exists() for name in names)
