@@ -6,13 +6,15 @@ Sources
   E5M3 and E4M3 scales of gfx1250: LLVM names them; values as rocjitsu's data_types.h.
   Literal zeros for both scales mean the unscaled instruction: LLVM's selection; FlyDSL and Triton rely on it.
   Order and rounding: MMA-Sim (arXiv 2511.10909, github.com/microsoft/MMA-Sim, simulator/amd.py) for CDNA3's f32 and f64 forms: a chain of fused
-  multiply-adds, k ascending, subnormals kept; xf32: operands cut to 10 mantissa bits. Every other form: silent; those tests only pin what the simulator
+  multiply-adds, k ascending, subnormals kept; xf32: operands cut to 10 mantissa bits, then, as f16, bf16 and 8-bit forms, groups of k
+  summed at once, see fused(). gfx950 and gfx1250: silent; those tests only pin what the simulator
   does, and say so in their names.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -229,15 +231,138 @@ def test_xf32_cuts_its_operands() -> None:
     np.testing.assert_array_equal(got[0], np.broadcast_to(cut[0, :, 5:6], (16, 16)))
 
 
+LEAST = {"f16": -14, "bf16": -126, "xf32": -126, "fp8_fnuz": -7, "bf8_fnuz": -15}
+GROUP = {"f16": 8, "bf16": 8, "xf32": 4, "fp8_fnuz": 16, "bf8_fnuz": 16}
+
+
+def parts(x: float, least: int) -> tuple[Fraction, int]:
+    """MMA-Sim's extract_significand_exponent: 1 <= |significand| < 2, below the format's least exponent less; zero has exponent -126."""
+    if x == 0:
+        return Fraction(0), -126
+    e = max(int(np.frexp(x)[1]) - 1, least)
+    return Fraction(x) / Fraction(2) ** e, e
+
+
+def cut(x: Fraction, bits: int) -> Fraction:
+    """Toward zero at 2^-bits."""
+    return Fraction(int(x * 2**bits), 2**bits)
+
+
+def down(x: Fraction, bits: int) -> Fraction:
+    return Fraction(math.floor(x * 2**bits), 2**bits)
+
+
+def sum_products(terms: list[tuple[Fraction, int]]) -> tuple[Fraction, int]:
+    top = max(e for _, e in terms)
+    return sum((cut(s * Fraction(2) ** (e - top), 24) for s, e in terms), Fraction(0)), top
+
+
+def fused(a: np.ndarray, b: np.ndarray, c: float, x: str, y: str) -> Any:
+    """MMA-Sim's amd_fused_dot_rd_add, simulator/arithmetic.py, over the groups of its mfma class, simulator/amd.py, for CDNA3."""
+    acc = np.float32(c)
+    eight = x.endswith("fnuz")
+    for first in range(0, len(a), GROUP[x]):
+        terms = []
+        for u, v in zip(a[first : first + GROUP[x]], b[first : first + GROUP[x]]):
+            (su, eu), (sv, ev) = parts(float(u), LEAST[x]), parts(float(v), LEAST[y])
+            terms.append((su * sv, eu + ev))
+        sc, ec = parts(float(acc), -126)
+        if eight:
+            (s0, e0), (s1, e1) = sum_products(terms[0::2]), sum_products(terms[1::2])
+            e = max(e0, e1)
+            s = down(s0 * Fraction(2) ** (e0 - e), 24) + down(s1 * Fraction(2) ** (e1 - e), 24)
+        else:
+            s, e = sum_products(terms)
+        top = max(e, ec)
+        s = down(s * Fraction(2) ** (e - top), 31)
+        sc = down(sc * Fraction(2) ** (ec - top), 24) if not eight or ec >= top - 25 else Fraction(0)
+        acc = round_once((s + sc) * Fraction(2) ** top, np.float32)
+    return acc
+
+
+FUSED = [
+    ("mfma.f32.16x16x16f16", "f16", "f16"), ("mfma.f32.32x32x4f16", "f16", "f16"), ("mfma.f32.4x4x4f16", "f16", "f16"), ("mfma.f32.16x16x16bf16.1k", "bf16", "bf16"),
+    ("mfma.f32.32x32x8bf16.1k", "bf16", "bf16"), ("mfma.f32.16x16x8.xf32", "xf32", "xf32"),
+    *((f"mfma.f32.{shape}.{x}.{y}", f"{x}_fnuz", f"{y}_fnuz") for shape in ("16x16x32", "32x32x16") for x in ("fp8", "bf8") for y in ("fp8", "bf8")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "x", "y"), FUSED, ids=lambda v: v)
+def test_fused_sums_of_gfx942(name: str, x: str, y: str) -> None:
+    """Bit for bit, on data whose exponents differ enough for every cut to matter; also with subnormal factors and sums."""
+    f = form("gfx942", name, x, y)
+    rng = np.random.default_rng(6)
+    operands = []
+    for dim, element in ((f.m, x), (f.n, y)):
+        if element.endswith("fnuz"):
+            table = values_of(element)
+            codes = rng.choice(np.flatnonzero(np.isfinite(table)), (f.blocks, dim, f.k)).astype(np.uint8)
+            operands.append((codes, table[codes]))
+        else:
+            spread_ = np.exp2(rng.integers(-10, 8, (f.blocks, dim, f.k)))
+            values = (rng.standard_normal((f.blocks, dim, f.k)) * spread_).astype(
+                np.float16 if element == "f16" else ml_dtypes.bfloat16 if element == "bf16" else np.float32
+            )
+            values[:, 1] *= np.asarray(2.0**-12 if element == "f16" else 2.0**-120, values.dtype)
+            if element == "xf32":
+                values = (values.view(np.uint32) & 0xFFFFE000).view(np.float32)
+            values[:, 2, :2] = 0
+            values = values.astype(np.float64)
+            operands.append((codes_of(values, element), values))
+    (ca, a), (cb, b) = operands
+    c = (
+        (rng.standard_normal((f.blocks, f.m, f.n)) * np.exp2(rng.integers(-30, 20, (f.blocks, f.m, f.n))))
+        .astype(np.float32)
+        .astype(np.float64)
+    )
+    c[:, 0] = 0
+    got = run(f, ca, cb, c)
+    differs = False
+    for block in range(min(f.blocks, 2)):
+        for i, j in itertools.product(sorted({0, 1, 2, *range(0, f.m, 5)}), sorted({1, 2, *range(0, f.n, 6)})):
+            if i >= f.m or j >= f.n:
+                continue
+            want = fused(a[block, i], b[block, j], c[block, i, j], x, y)
+            assert got[block, i, j] == want, f"{name} block {block} [{i}, {j}]"
+            differs |= (
+                want
+                != chain(a[block, i : i + 1], b[block, j : j + 1], c[block, i : i + 1, j : j + 1], np.float32)[0, 0]
+            )
+    assert differs or f.k < 4  # else this data could not tell the two apart
+
+
+def test_fused_sums_with_infinities_and_overflow() -> None:
+    f = form("gfx942", "mfma.f32.16x16x16bf16.1k", "bf16", "bf16")
+    a, b = np.zeros((1, 16, 16)), np.zeros((1, 16, 16))
+    a[0, 0, 3], b[0, :, 3] = 2.0**100, 2.0**100  # 2^200: infinite
+    a[0, 1, :2] = 2.0**100, -(2.0**100)
+    b[0, :, :2] = 2.0**100  # +inf - inf
+    a[0, 2, 0] = np.inf
+    a[0, 3, 0] = np.nan
+    a[0, 4, 5], b[0, :, 5] = 3, 2
+    d = run(f, codes_of_any(a), codes_of_any(b), np.zeros((1, 16, 16)))[0]
+    assert (
+        (d[0] == np.inf).all()
+        and np.isnan(d[1]).all()
+        and (d[2] == np.inf).all()
+        and np.isnan(d[3]).all()
+        and (d[4] == 6).all()
+    )
+
+
+def codes_of_any(values: np.ndarray) -> np.ndarray:
+    return values.astype(ml_dtypes.bfloat16).view(np.uint16)
+
+
 ORDERED = [
-    ("gfx942", "mfma.f32.16x16x16bf16.1k", "bf16"), ("gfx950", "mfma.f32.16x16x32.bf16", "bf16"), ("gfx950", "mfma.f32.32x32x16.f16", "f16"),
-    ("gfx1250", "wmma.f32.16x16x32.f16", "f16"), ("gfx942", "mfma.f32.16x16x32.fp8.fp8", "fp8_fnuz"), ("gfx950", "mfma.scale.f32.16x16x128.f8f6f4", "fp4"),
+    ("gfx950", "mfma.f32.16x16x32.bf16", "bf16"), ("gfx950", "mfma.f32.32x32x16.f16", "f16"),
+    ("gfx1250", "wmma.f32.16x16x32.f16", "f16"), ("gfx950", "mfma.scale.f32.16x16x128.f8f6f4", "fp4"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arch", "name", "element"), ORDERED)
-def test_the_simulators_own_order_where_sources_are_silent_or_differ(arch: str, name: str, element: str) -> None:
-    """k ascending, fp32, one rounding a k. Hardware may differ: MMA-Sim found another sum for CDNA3's 16- and 8-bit forms."""
+def test_the_simulators_own_order_where_sources_are_silent(arch: str, name: str, element: str) -> None:
+    """k ascending, fp32, one rounding a k. gfx950, gfx1250: nothing is published."""
     f = form(arch, name, element, element)
     rng = np.random.default_rng(5)
     if element in ("f16", "bf16"):

@@ -262,6 +262,10 @@ def test_infinities_and_nans(form: Form, arch: str) -> None:
 @each
 def test_one_product_is_rounded_once_to_nearest_even(form: Form, arch: str) -> None:
     """a * b + c with a single product: ties to even, and products whose rounding on their own would show (fused)."""
+    if arch == "gfx942" and form.element != "f32":
+        pytest.skip(
+            "gfx942 cuts C and products before the sum (MMA-Sim): test_matrix_formats.py, test_fused_sums_of_gfx942"
+        )
     rng = np.random.default_rng(2)
     shape = (8, form.rows, form.rows)
     x = rng.uniform(1, 2, shape[:2]).astype(form.dtype)

@@ -12,10 +12,10 @@
  * Sources: AMD CDNA3 ISA guide, chapter 7 (matrix arithmetic), and AMD's matrix instruction calculator for wave64; for CDNA4's doubled K and its
  * f8f6f4 forms, and for gfx1250, Triton's layouts and rocjitsu's mma/layout.h. docs/simulator_witnesses.md tells what confirms each one.
  *
- * Arithmetic: products and sums in fp32, one fused multiply-add a k, k ascending, nearest even, subnormals kept; float64 likewise. AMD's
- * guides state neither order nor rounding. The published probe of the hardware, MMA-Sim (Xie et al., arXiv 2511.10909), finds exactly this
- * chain for CDNA3's f32 and f64 forms, no flushing of subnormals there, and for its 16- and 8-bit forms a fused sum of groups of k with
- * truncation, which is not modelled. Nothing is published on CDNA4 and gfx1250.
+ * Arithmetic. AMD's guides state neither the order of the sums nor their rounding. gfx942: as MMA-Sim found on the hardware (Xie et al., arXiv
+ * 2511.10909): f32 and f64 forms are one fused multiply-add a k, k ascending, nearest even, subnormals kept; f16, bf16, xf32 and 8-bit forms
+ * sum groups of k (struct Matrix's `fused`) aligned to the largest exponent and truncated, see multiply_fused. Nothing is published on gfx950 and
+ * gfx1250: there all forms are computed as the chain.
  */
 typedef struct {
     i32 m, n, k, blocks;
@@ -27,6 +27,7 @@ typedef struct {
     i32 scale_block;              /* k that share a scale; 0: no scales */
     i32 scale_a, scale_b;         /* wave64: byte of the scale register; wave32: upper half of the lanes */
     i32 scale_format_a, scale_format_b;
+    i32 fused;                    /* k that are summed at once, aligned and truncated; 0: a chain of fused multiply-adds */
 } Matrix;
 #define MATRIX_WORDS ((int)(sizeof(Matrix) / 4))
 
@@ -135,6 +136,111 @@ static void multiply_f32(const float *a, const float *b, float *acc, int m, int 
             }
             for (int i = 0; i < 16; i++) memcpy(acc + (top + i) * MAX_SIDE + left, &sum[i], 64);
         }
+}
+
+/* The fused sums of gfx942's f16, bf16, xf32 and 8-bit forms, by MMA-Sim's amd_fused_dot_rd_add (microsoft/MMA-Sim, simulator/arithmetic.py).
+ * Every product is a significand and an exponent, the sum of its factors' (a subnormal has its format's least exponent; zero -126). In a group
+ * of k, products are cut toward zero at 24 bits below the largest exponent and added; 8-bit formats do so for even and odd k apart, and cut the
+ * two sums downward at 24 bits below the larger exponent. That sum, cut downward at 31 bits, and C, cut downward at 24 bits, below the larger of
+ * their exponents (8-bit formats: C counts as zero more than 25 below) are added and rounded once, to nearest even. */
+typedef struct { i32 exponent[MAX_OPERAND], significand[MAX_OPERAND]; } Parts; /* [k][row]; signed, an integer of mantissa + 1 bits */
+
+static int split_parts(Parts *to, const u32 *values, int count, int mantissa, int least) {
+    int finite = 1, most = -1000;
+    for (int i = 0; i < count; i++) {
+        i32 field = values[i] >> 23 & 255, e = field ? field - 127 : -126, bits = (i32)(values[i] & 0x7fffffu) | (field ? 0x800000 : 0), down = 23 - mantissa;
+        if (e < least) { down += least - e; e = least; }
+        bits = down > 31 ? 0 : bits >> down;
+        finite &= field != 255;
+        to->exponent[i] = bits ? e : -126;
+        to->significand[i] = values[i] >> 31 ? -bits : bits;
+        most = e > most ? e : most;
+    }
+    return finite ? most : 1000;
+}
+
+typedef i32 v8i __attribute__((vector_size(32)));
+typedef i64 v8l __attribute__((vector_size(64)));
+typedef double v8d __attribute__((vector_size(64)));
+typedef float v8f __attribute__((vector_size(32)));
+static inline v8i larger_of(v8i x, v8i y) { v8i take = x > y; return (take & x) | (~take & y); }
+static inline v8i at_most(v8i x, i32 most) { v8i over = x > most; return (over & most) | (~over & x); }
+
+/* Eight columns: add the group's sums, in units of 2^-24 of 2^top, to C and round. */
+static inline __attribute__((always_inline)) void round_sums(float *c, const i32 *top0, const i32 *sum0, const i32 *top1, const i32 *sum1, const int count, const int eight) {
+    v8i e, s, bits = {0};
+    memcpy(&e, top0, sizeof e); memcpy(&s, sum0, sizeof s); memcpy(&bits, c, 4 * count);
+    if (eight) {
+        v8i e1, s1;
+        memcpy(&e1, top1, sizeof e1); memcpy(&s1, sum1, sizeof s1);
+        v8i larger = larger_of(e, e1);
+        s = (s >> at_most(larger - e, 31)) + (s1 >> at_most(larger - e1, 31));
+        e = larger;
+    }
+    v8i field = bits >> 23 & 255, normal = field != 0, sign = bits >> 31;
+    v8i ec = (normal & (field - 127)) | (~normal & -126), sc = (bits & 0x7fffff) | (normal & 0x800000);
+    sc = (sc ^ sign) - sign;
+    v8i larger = larger_of(e, ec), c_part = sc * 2 >> at_most(larger - ec, 31);
+    if (eight) c_part &= ~(v8i)(ec < larger - 25);
+    v8l total = (__builtin_convertvector(s, v8l) << 7 >> __builtin_convertvector(at_most(larger - e, 63), v8l)) + (__builtin_convertvector(c_part, v8l) << 7);
+    v8l unit = (__builtin_convertvector(larger, v8l) + (1023 - 31)) << 52;
+    v8d power; memcpy(&power, &unit, sizeof power);
+    v8f result = __builtin_convertvector(__builtin_convertvector(total, v8d) * power, v8f);
+    memcpy(c, &result, 4 * count);
+}
+
+/* Sixteen (four) columns of one row: the products of every `step`-th k of a group, cut and added. */
+static inline __attribute__((always_inline)) void sum_group(const Parts *a, const Parts *b, int m, int n, int i, int first, int k0, int last, int step, int left,
+                                                            const int bytes, i32 *top, i32 *sum) {
+    i16v most, total = {0}, eb = {0}, sb = {0};
+    for (int l = 0; l < 16; l++) most[l] = -100000;
+    for (int k = k0; k < last; k += step) {
+        memcpy(&eb, b->exponent + k * n + first, bytes);
+        i16v e = eb + a->exponent[k * m + i], over = e > most;
+        most = (over & e) | (~over & most);
+    }
+    for (int k = k0; k < last; k += step) {
+        memcpy(&eb, b->exponent + k * n + first, bytes);
+        memcpy(&sb, b->significand + k * n + first, bytes);
+        i16v by = most - eb - a->exponent[k * m + i], far = by > 31;
+        by = (far & 31) | (~far & by);
+        i16v product = sb * a->significand[k * m + i], sign = product >> 31;
+        i16v cut = ((product ^ sign) - sign) << left >> by;
+        total += (cut ^ sign) - sign;
+    }
+    memcpy(top, &most, sizeof most);
+    memcpy(sum, &total, sizeof total);
+}
+
+static inline __attribute__((always_inline)) void multiply_fused(const Matrix *x, const Parts *a, const Parts *b, float *acc, int mantissa, const int width,
+                                                                 const int eight) {
+    int m = x->m, n = x->n, left = 24 - 2 * mantissa;
+    for (int i = 0; i < m; i++)
+        for (int first = 0; first < n; first += width)
+            for (int k0 = 0; k0 < x->k; k0 += x->fused) {
+                i32 sum[2][16], top[2][16];
+                int last = k0 + x->fused < x->k ? k0 + x->fused : x->k;
+                sum_group(a, b, m, n, i, first, k0, last, 1 + eight, left, 4 * width, top[0], sum[0]);
+                if (eight) sum_group(a, b, m, n, i, first, k0 + 1, last, 2, left, 4 * width, top[1], sum[1]);
+                float *c = acc + i * MAX_SIDE + first;
+                for (int j = 0; j < width; j += 8) round_sums(c + j, top[0] + j, sum[0] + j, top[1] + j, sum[1] + j, width < 8 ? width : 8, eight);
+            }
+}
+
+/* The same where a factor or C is no finite number, or a product may pass fp32's range: those decide the result. */
+static int fused_special(const Matrix *x, const float *a, const float *b, float *c, int i, int j) {
+    float *sum = c + i * MAX_SIDE + j;
+    double total = *sum;
+    int up = 0, down = 0;
+    for (int k = 0; k < x->k; k++) {
+        double product = (double)a[k * x->m + i] * b[k * x->n + j];
+        total += product;
+        up |= product >= 0x1p128 && !isinf(product);
+        down |= product <= -0x1p128 && !isinf(product);
+    }
+    if (!isinf(total) && total == total && !up && !down) return 0;
+    *sum = isinf(total) || total != total ? (float)total : up && down ? NAN : up ? INFINITY : -INFINITY;
+    return 1;
 }
 
 static void multiply_i32(const u32 *a, const u32 *b, u32 *acc, int m, int n, int k) {
@@ -311,7 +417,25 @@ static void multiply_matrix(const Matrix *x, const u32 *const *a, const u32 *con
                     apply_scales(fb, scale_b, x->n, x->k, x->scale_block);
                 }
             }
-            if (plain) multiply_f32(fa, fb, sum, x->m, x->n, x->k);
+            if (x->fused) {
+                static const int least[T_FORMATS] = {[T_F16] = -14, [T_BF16] = -126, [T_XF32] = -126, [T_FP8_FNUZ] = -7, [T_BF8_FNUZ] = -15};
+                static const int mantissas[T_FORMATS] = {[T_F16] = 10, [T_BF16] = 7, [T_XF32] = 10, [T_FP8_FNUZ] = 3, [T_BF8_FNUZ] = 3};
+                Parts pa, pb; /* e5m2's significand has a bit to spare, so that both 8-bit formats have as many */
+                int mantissa = mantissas[x->format_a];
+                int most = split_parts(&pa, values_a, x->k * x->m, mantissa, least[x->format_a]) + split_parts(&pb, values_b, x->k * x->n, mantissa, least[x->format_b]);
+                int special = most >= 126;
+                for (int i = 0; i < x->m; i++)
+                    for (int j = 0; j < x->n; j++) special |= (acc[i * MAX_SIDE + j] >> 23 & 255) == 255;
+                float before[MAX_SIDE * MAX_SIDE];
+                if (special) memcpy(before, sum, sizeof before);
+                if (x->n < 16) multiply_fused(x, &pa, &pb, sum, mantissa, 4, 0);
+                else if (x->fused == 16) multiply_fused(x, &pa, &pb, sum, mantissa, 16, 1);
+                else multiply_fused(x, &pa, &pb, sum, mantissa, 16, 0);
+                if (special)
+                    for (int i = 0; i < x->m; i++)
+                        for (int j = 0; j < x->n; j++)
+                            if (fused_special(x, fa, fb, before, i, j)) sum[i * MAX_SIDE + j] = before[i * MAX_SIDE + j];
+            } else if (plain) multiply_f32(fa, fb, sum, x->m, x->n, x->k);
             else
                 for (int i = 0; i < x->m; i++)
                     for (int j = 0; j < x->n; j++)

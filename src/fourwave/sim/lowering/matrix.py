@@ -51,6 +51,7 @@ class Matrix:
     scale_b: int = 0
     scale_format_a: str = "e8m0"
     scale_format_b: str = "e8m0"
+    fused: int = 0
 
     def words(self) -> list[int]:
         return [FORMAT[w] if isinstance(w, str) else w for w in astuple(self)]
@@ -143,6 +144,8 @@ def _mfma(k: Lowering, o: Any) -> Value:
     if (cbsz or abid) and (blocks == 1 or result == "f64" or 1 << cbsz > blocks or abid >= 1 << cbsz):
         raise k.fail(f"{o.name} with cbsz = {cbsz}, abid = {abid}: no such broadcast among {blocks} blocks", o)
     x.cbsz, x.abid = cbsz, abid
+    if k.arch == "gfx942":  # groups of k that MMA-Sim found summed at once
+        x.fused = {"f16": 8, "bf16": 8, "xf32": 4, "fp8_fnuz": 16, "bf8_fnuz": 16}.get(formats[0], 0)
     return _emit(k, o, x, a, b, c)
 
 
