@@ -227,8 +227,8 @@ BAD = [
     ("v_mul_f32 $0, $1, 2", "=v,v", "literal"),
     ("s_waitcnt depctr(3)", "=v,v", "counters"),
     ("s_cbranch_scc0 1f", "=v,v", "s_cbranch_scc0"),
-    ("global_load_dword $0, $1, off", "=v,v", "global_load_dword"),
-    ("ds_read_b32 $0, $1", "=v,v", "ds_read_b32"),
+    ("global_load_dword $0, $1, s2", "=v,v", "scalar base"),
+    ("ds_read_b64_tr_b16 $0, $1", "=v,v", "ds_read_b64_tr_b16"),
 ]
 
 
@@ -367,6 +367,49 @@ def test_a_barrier_in_text_is_one() -> None:
         lower(body.replace("s_barrier", "s_nop 0"), "%out: !llvm.ptr<1>", lds=512), out, block=128, expect=None
     )
     assert "race" in {f.kind for f in report.findings}
+
+
+LOADS = {  # mnemonic: operands behind the result; the wait that covers it; one that does not
+    "global_load_dword": ("$1, off offset:4", "s_waitcnt vmcnt(0)", "s_waitcnt lgkmcnt(0)"),
+    "buffer_load_dword": ("$2, $3, 0 offen offset:4", "s_waitcnt vmcnt(0)", "s_waitcnt vmcnt(1)"),
+    "ds_read_b32": ("$4 offset:4", "s_waitcnt lgkmcnt(0)", "s_waitcnt vmcnt(0)"),
+}
+
+
+@pytest.mark.parametrize("where", ["same block", "block of its own", "too weak", "none", "after the use"])
+@pytest.mark.parametrize("load", LOADS)
+def test_a_load_into_registers_needs_the_kernels_own_wait(load: str, where: str) -> None:
+    """The value is there in any case; what is checked is that a wait stands between the load and the first use."""
+    operands, good, bad = LOADS[load]
+    source = np.random.default_rng(13).integers(0, 1 << 32, N + 1, dtype=np.uint32)
+    text = f"{load} $0, {operands}" + (f"\n{good}" if where == "same block" else "")
+    wait = {"block of its own": good, "too weak": bad}.get(where)
+    body = (
+        PROLOGUE
+        + RESOURCE
+        + """
+  %v = llvm.mul %tid, %four : i32
+  %from = llvm.getelementptr %mem[%tid] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, i32
+  %slot = llvm.getelementptr %lds[%tid] : (!llvm.ptr<3>, i32) -> !llvm.ptr<3>, i32
+  %next = llvm.getelementptr %slot[1] : (!llvm.ptr<3>) -> !llvm.ptr<3>, i32
+  %fill = llvm.getelementptr %from[1] : (!llvm.ptr<1>) -> !llvm.ptr<1>, i32
+  %x = llvm.load %fill : !llvm.ptr<1> -> i32
+  llvm.store %x, %next : i32, !llvm.ptr<3>
+  %at = llvm.ptrtoint %slot : !llvm.ptr<3> to i32
+  """
+        + asm(text, "=v,v,v,s,v", "%from, %v, %rsrc, %at", "!llvm.ptr<1>, i32, !llvm.ptr<8>, i32", name="%got")
+        + ("\n  " + asm(wait, "", result="") if wait else "")
+        + "\n  %r = llvm.add %got, %four : i32"
+        + ("\n  " + asm(good, "", result="") if where == "after the use" else "")
+        + store_item("%r", "i32", "%out")
+    )
+    out = np.zeros(N, np.uint32)
+    program = lower(body, "%mem: !llvm.ptr<1>, %out: !llvm.ptr<1>, %records: i32", lds=512)
+    covered = where in ("same block", "block of its own")
+    report = launch(program, source, out, source.nbytes, expect="" if covered else "wait")
+    np.testing.assert_array_equal(out, source[1:] + np.uint32(4))
+    if not covered:
+        assert "inline assembly" in report.findings[0].message
 
 
 STORES = {"dword": 1, "dwordx2": 2, "dwordx3": 3, "dwordx4": 4}

@@ -122,7 +122,7 @@ typedef struct {
     u32 epoch;                   /* barriers passed */
     u64 steps;
     /* counters of outstanding work */
-    u64 vm_issued;
+    u64 vm_issued, vm_done;      /* vector-memory operations issued; known complete, as many as waits have said */
     Copy *copies;                /* ring */
     u32 copy_head, copy_count;
     u32 lds_seq, lds_done, lds_published;    /* LDS instructions issued / known complete / complete at the last barrier */
@@ -370,6 +370,7 @@ static void land(Group *g, Wave *w, Copy *c) {
 
 /* Complete all but the newest `outstanding` vector-memory operations of the wave. */
 static void wait_vm(Group *g, Wave *w, u64 outstanding) {
+    if (w->vm_issued > outstanding && w->vm_issued - outstanding > w->vm_done) w->vm_done = w->vm_issued - outstanding;
     while (w->copy_count) {
         Copy *c = &w->copies[w->copy_head];
         if (c->seq + outstanding > w->vm_issued) break;
@@ -963,7 +964,7 @@ static void start_group(Group *g, u64 index) {
         w->pc = 0; w->exec = w->full; w->depth = 1;
         w->paths[0] = (Path){-1, -1, w->full};
         w->state = 0; w->epoch = 0; w->steps = 0;
-        w->vm_issued = 0; w->copy_head = w->copy_count = 0;
+        w->vm_issued = w->vm_done = 0; w->copy_head = w->copy_count = 0;
         w->lds_seq = w->lds_done = w->lds_published = 0;
         w->copy_seq = w->copy_done = w->copy_published = 0;
         w->num_reads = 0; w->num_marks = 0;

@@ -242,10 +242,15 @@ class Builder:
         A move for a block's argument is not a use: the value stays pending under its new name. Returns the number of reads.
         """
         sites = 0
+        self.asm_sites: dict[
+            int, str
+        ] = {}  # loads of inline assembly: no compiler waits for them, so their use is checked
         for b in self.blocks:
             for i in b.code:
                 if i.op in _SITE:
                     i.args[_SITE[i.op]] = sites
+                    if i.op == "ASM_RESULT":
+                        self.asm_sites[sites] = "ASM_USED_LGKM" if i.args[0] else "ASM_USED_VM"
                     sites += 1
         entry: dict[Block, dict[int, frozenset[int]]] = {b: {} for b in self.blocks}
         reached = {self.blocks[0]}
@@ -268,9 +273,8 @@ class Builder:
             b.code = marked
         return sites
 
-    @staticmethod
     def _pending_after(
-        b: Block, pending: dict[int, frozenset[int]], out: list[Instruction] | None
+        self, b: Block, pending: dict[int, frozenset[int]], out: list[Instruction] | None
     ) -> dict[int, frozenset[int]]:
         """Registers that hold results nothing has waited for, after a block; with `out`, also the block's code with USED put in."""
         for i in b.code:
@@ -283,9 +287,14 @@ class Builder:
                         pending.pop(d, None)
             else:
                 sites = frozenset().union(*(pending[u] for u in uses if u in pending)) if pending else frozenset()
+                if i.op == "ASM_RESULT":  # takes over what its load left pending
+                    pending = {r: s for r, s in pending.items() if r not in uses}
+                    sites = frozenset()
                 if sites:
                     if out is not None:
-                        out.append(Instruction("USED", i.line, [sorted(sites)]))
+                        for op in ("USED", "ASM_USED_VM", "ASM_USED_LGKM"):
+                            if named := sorted(s for s in sites if self.asm_sites.get(s, "USED") == op):
+                                out.append(Instruction(op, i.line, [named]))
                     pending = {r: left for r, s in pending.items() if (left := s - sites)}
                 for d in defs:
                     pending.pop(d, None)

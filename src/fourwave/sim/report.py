@@ -22,6 +22,7 @@ _TEXT: dict[tuple[str, int], str] = {
     ("memory", 11): "a multicast load whose mask leaves out the workgroup that issues it: its LDS receives nothing",
     ("memory", 12): "a copy between global memory and LDS at an LDS address that is not a multiple of four",
     ("memory", 13): "a tensor descriptor that differs between lanes; the hardware uses the first lane's",
+    ("wait", 20): "uses the result of a load in inline assembly that nothing has waited for",
     ("memory", 20): "an atomic operation at an address that is not a multiple of its size",
     ("memory", 21): "accesses private memory past the kernel's own",
     ("init", 0): "reads LDS that nothing has written",

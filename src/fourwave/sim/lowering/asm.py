@@ -214,7 +214,7 @@ def _resource(line: Line, index: int) -> Regs:
 def _buffer_load_lds(k: Lowering, line: Line) -> None:
     """(vaddr, resource, soffset) with `lds`: LDS address = m0 + offset + the lane's place (CDNA3 ISA guide, section 9.1.9)."""
     if "lds" not in line.modifiers:
-        raise line.fail("a load into registers, whose wait the compiler does not insert")
+        return _buffer_load(k, line)
     line.take("lds", "offen", "offset", *_CACHE)
     line.count(3)
     size = _SIZES[line.mnemonic.rpartition("_")[2]]
@@ -224,6 +224,50 @@ def _buffer_load_lds(k: Lowering, line: Line) -> None:
         raise line.fail("its address")
     voffset = line.read(0)[0] if "offen" in line.modifiers else k.const(0)
     k.emit("BUFFER_LOAD_LDS", line.number("offset"), *_resource(line, 1), voffset, line.read(2)[0], size, m0(k))
+
+
+def _loaded(k: Lowering, line: Line, loaded: list[int], lgkm: bool) -> None:
+    """Put a load's result into operand 0. No compiler waits for it: a use before the kernel's own wait is a finding."""
+    results = [k.b.new() for _ in loaded]
+    k.emit("ASM_RESULT", int(lgkm), 0, results, loaded)
+    line.write(0, tuple(results))
+
+
+@_instruction("buffer_load_ubyte", "buffer_load_ushort", "buffer_load_dwordx2")
+def _buffer_load(k: Lowering, line: Line) -> None:
+    line.take("offen", "offset", *_CACHE)
+    line.count(4)
+    size = _SIZES[line.mnemonic.rpartition("_")[2]]
+    if ("offen" in line.modifiers) == (line.operands[1] == "off"):
+        raise line.fail("its address")
+    voffset = line.read(1)[0] if "offen" in line.modifiers else k.const(0)
+    out = [k.b.new() for _ in range(max(1, size // 4))]
+    k.emit("BUFFER_LOAD", line.number("offset"), *_resource(line, 2), voffset, line.read(3)[0], size, out)
+    _loaded(k, line, out, False)
+
+
+@_instruction(*(f"global_load_{name}" for name in ("ubyte", "ushort", "dword", "dwordx2", "dwordx3", "dwordx4")))
+def _global_load(k: Lowering, line: Line) -> None:
+    line.take("offset", *_CACHE)
+    line.count(3)
+    if line.operands[2] != "off":
+        raise line.fail("a scalar base address")
+    size = _SIZES[line.mnemonic.rpartition("_")[2]]
+    out = [k.b.new() for _ in range(max(1, size // 4))]
+    if "sc0" in line.modifiers and "sc1" in line.modifiers:
+        k.emit("ORDERED")
+    k.emit("GLOBAL_LOAD", line.number("offset"), *line.read(1, 2), size, out)
+    _loaded(k, line, out, False)
+
+
+@_instruction(*(f"ds_read_{name}" for name in ("u8", "u16", "b32", "b64", "b96", "b128")))
+def _ds_read(k: Lowering, line: Line) -> None:
+    line.take("offset")
+    line.count(2)
+    size = int(re.findall(r"\d+$", line.mnemonic)[0]) // 8
+    out = [k.b.new() for _ in range(max(1, size // 4))]
+    k.emit("LDS_LOAD", line.number("offset"), line.read(1)[0], size, 0, out)
+    _loaded(k, line, out, True)
 
 
 @_instruction("global_load_lds_dword", "global_load_lds_dwordx3", "global_load_lds_dwordx4")
