@@ -20,6 +20,7 @@ from . import native
 from .harness import Harness
 from .launch import CHECKS, Options
 from .lowering import WAVE_SIZE, UnknownOperation
+from .module import run_module
 from .mutate import Mutation
 from .report import Finding, Launch, Report, SimulationError
 from .run import run
@@ -127,5 +128,5 @@ def reset_report() -> Report:
 
 __all__ = [
     "ARCHS", "CHECKS", "Finding", "Harness", "Launch", "Report", "Session", "SimulationError", "UnknownOperation", "active_session",
-    "current_report", "reset_report", "run", "session", "unavailable",
+    "current_report", "reset_report", "run", "run_module", "session", "unavailable",
 ]  # fmt: skip
