@@ -311,6 +311,13 @@ def test_special_values(op: str, x: int, want: int | None) -> None:
     assert_codes(F32, got, [want], F32.array([x]))
 
 
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_rocdl_tanh_is_not_on_gfx9(arch: str) -> None:
+    """llvm-mc 22 refuses v_tanh_f32 for both."""
+    with pytest.raises(UnknownOperation, match=f"rocdl.tanh: {arch} does not have it"):
+        itemwise("\n  %r = rocdl.tanh %a f32 -> f32", [("f32", F32.array([0]))], "f32", arch=arch)
+
+
 @pytest.mark.parametrize("f", SMALL, ids=by_name)
 def test_pow_and_erf(f: Format) -> None:
     rng = np.random.default_rng(6)

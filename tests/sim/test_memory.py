@@ -615,14 +615,34 @@ def test_transposing_read_takes_any_aligned_addresses() -> None:
         assert list(out[lane]) == want
 
 
-def test_transposing_read_wants_alignment_and_all_lanes() -> None:
-    """CDNA4 ISA guide, section 11.4: the address is aligned to the data size, EXEC is all ones."""
+def test_transposing_read_wants_alignment() -> None:
+    """CDNA4 ISA guide, section 11.4: the address is aligned to the data size."""
     contents = np.zeros(2048, np.uint16)
     address = np.arange(64) * 8
     address[3] += 4
     _, report = transposing_read(address, contents, expect="memory")
     finding = only(report)
-    assert "8-byte aligned" in finding.message and (finding.lane, finding.line) == (3, 30)
+    assert "aligned" in finding.message and (finding.lane, finding.line) == (3, 30)
+
+
+def test_transposing_read_wants_all_lanes() -> None:
+    """CDNA4 ISA guide, section 11.4: EXEC is all ones."""
+    body = """
+  %lds = llvm.mlir.addressof @lds : !llvm.ptr<3>
+  %tid = rocdl.workitem.id.x : i32
+  %c60 = llvm.mlir.constant(60 : i32) : i32
+  %zero = llvm.mlir.constant(0 : i64) : i64
+  %at = llvm.getelementptr %lds[%tid] : (!llvm.ptr<3>, i32) -> !llvm.ptr<3>, i64
+  llvm.store %zero, %at : i64, !llvm.ptr<3>
+  rocdl.s.waitcnt 0
+  %go = llvm.icmp "ult" %tid, %c60 : i32
+  llvm.cond_br %go, ^inside, ^end
+^inside:
+  %v = rocdl.ds.read.tr16.b64 %at : <3> -> vector<4xi16> loc("kernel.py":31:1)
+  llvm.br ^end
+^end:"""
+    finding = only(launch(lower(body, lds=512), expect="barrier"))
+    assert finding.line == 31 and "switched off" in finding.message
 
 
 def test_transposing_read_does_not_exist_on_gfx942() -> None:
