@@ -226,9 +226,10 @@ BAD = [
     ("v_mov_b32 $0, $1", "=v,{v3}", "constraint"),
     ("v_mul_f32 $0, $1, 2", "=v,v", "literal"),
     ("s_waitcnt depctr(3)", "=v,v", "counters"),
-    ("s_cbranch_scc0 1f", "=v,v", "s_cbranch_scc0"),
+    ("s_cmp_eq_u32 $1, 0\ns_cbranch_scc0 1f\nv_mov_b32 $0, $1\n1:", "=v,v", "a branch in a block with results"),
+    ("1:", "=v,v", "label `1:`"),
     ("global_load_dword $0, $1, s2", "=v,v", "scalar base"),
-    ("ds_read_b64_tr_b16 $0, $1", "=v,v", "ds_read_b64_tr_b16"),
+    ("ds_read_b64_tr_b16 $0, $1 gds", "=v,v", "modifier gds"),
 ]
 
 
@@ -237,6 +238,74 @@ def test_what_is_not_known_raises_with_its_line(text: str, constraints: str, mat
     with pytest.raises(UnknownOperation, match=match) as error:
         item(text, constraints, A)
     assert "kernel.py" in str(error.value) or "unknown" in str(error.value) or ":" in str(error.value)
+
+
+def test_compare_and_cndmask_as_a_public_attention_kernel_masks() -> None:
+    """Two compares into scalar masks, two selects by them, on values tied to the outputs."""
+    x = (A % np.uint32(200)).view(np.int32) - 100
+    text = "v_cmp_lt_i32_e64 $0, $6, 7\n\tv_cmp_ge_u32_e64 $1, $6, 9\n\tv_cndmask_b32_e64 $2, $4, $7, $0\n\tv_cndmask_b32_e64 $3, $5, $7, $1"
+    struct = "!llvm.struct<(i64, i64, i32, i32)>"
+    body = (
+        "\n  %z = llvm.mlir.constant(-1 : i32) : i32\n  "
+        + asm(text, "=s,=s,=v,=v,2,3,v,v,~{vcc}", "%a, %b, %c, %z", "i32, i32, i32, i32", struct, "%p")
+        + f"\n  %q = llvm.extractvalue %p[2] : {struct}\n  %w = llvm.extractvalue %p[3] : {struct}\n  %r = llvm.xor %q, %w : i32"
+    )
+    got = itemwise(body, [("i32", A), ("i32", B), ("i32", x.view(np.uint32))], "i32")
+    all_ones = np.uint32(0xFFFFFFFF)
+    np.testing.assert_array_equal(got, np.where(x < 7, all_ones, A) ^ np.where(x.view(np.uint32) >= 9, all_ones, B))
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_barrier_jumped_over(taken: bool) -> None:
+    """As a public attention kernel writes it: `s_cbranch_scc0 1f` past `s_barrier`. With one wave group only, the barrier is counted."""
+    text = "s_cmp_eq_u32 $0, 0\n\ts_cbranch_scc0 1f\n\ts_barrier\n\t1:"
+    body = (
+        PROLOGUE
+        + "\n  "
+        + asm(text, "s", "%a", "i32", "")
+        + "\n  %r = llvm.add %tid, %a : i32"
+        + store_item("%r", "i32", "%out")
+    )
+    out = np.zeros(N, np.uint32)
+    report = launch(lower(body, "%a: i32, %out: !llvm.ptr<1>"), 0 if taken else 5, out)
+    np.testing.assert_array_equal(out, np.arange(N) + (0 if taken else 5))
+    assert report.launches[0].counters["barriers"] == int(taken)
+
+
+@pytest.mark.parametrize(("bits", "name"), [(16, "tr16.b64"), (8, "tr8.b64")])
+def test_transposing_reads_are_the_operations(bits: int, name: str) -> None:
+    """The text with an offset and a wait, against the rocdl operation at the moved address."""
+    source = np.random.default_rng(14).integers(0, 1 << 32, (N, 2), dtype=np.uint32)
+    start = """
+  %eight = llvm.mlir.constant(8 : i32) : i32
+  %lds = llvm.mlir.addressof @lds : !llvm.ptr<3>
+  %at = llvm.mul %tid, %eight : i32
+  %slot = llvm.getelementptr %lds[%at] : (!llvm.ptr<3>, i32) -> !llvm.ptr<3>, i8
+  %moved = llvm.getelementptr %slot[16] : (!llvm.ptr<3>) -> !llvm.ptr<3>, i8
+  llvm.store %x, %moved : vector<2xi32>, !llvm.ptr<3>
+  %address = llvm.ptrtoint %slot : !llvm.ptr<3> to i32
+"""
+    plain = f"%r = rocdl.ds.read.{name} %moved : !llvm.ptr<3> -> vector<2xi32>"
+    if bits == 16:
+        plain = "%h = rocdl.ds.read.tr16.b64 %moved : !llvm.ptr<3> -> vector<4xf16>\n  %r = llvm.bitcast %h : vector<4xf16> to vector<2xi32>"
+    text = asm(
+        f"ds_read_b64_tr_b{bits} $0, $1 offset:16\ns_waitcnt lgkmcnt(0)", "=v,v", "%address", "i32", "vector<2xi32>"
+    )
+    results = []
+    for read in (plain, text):
+        body = (
+            PROLOGUE
+            + load_item("%x", "vector<2xi32>", "%in")
+            + start
+            + "  "
+            + read
+            + store_item("%r", "vector<2xi32>", "%out")
+        )
+        out = np.zeros((N, 2), np.uint32)
+        launch(lower(body, "%in: !llvm.ptr<1>, %out: !llvm.ptr<1>", lds=1024), source, out)
+        results.append(out)
+    np.testing.assert_array_equal(*results)
+    assert results[0].any()
 
 
 # -- memory and order ------------------------------------------------------------------------------------------------------------

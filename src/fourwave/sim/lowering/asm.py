@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..ir_types import Type, dwords, parse
-from ..program import FUNARY
+from ..program import FUNARY, Block
 from .base import HANDLERS, Lowering, Regs, Value, handles
 
 
@@ -26,11 +26,19 @@ class Slot:
     output: bool
 
 
+@dataclass
+class State:
+    """What lines of one block hand to later ones besides operands."""
+
+    scc: int | None = None  # register of the scalar condition code
+    labels: dict[str, Block] = field(default_factory=dict)  # forward branches' targets, not reached yet
+
+
 class Line:
     """One instruction: mnemonic, operand texts, modifiers (name -> text; "" for a bare word)."""
 
-    def __init__(self, k: Lowering, o: Any, text: str, slots: list[Slot]) -> None:
-        self.k, self.o, self.text, self.slots = k, o, text, slots
+    def __init__(self, k: Lowering, o: Any, text: str, slots: list[Slot], state: State) -> None:
+        self.k, self.o, self.text, self.slots, self.state = k, o, text, slots, state
         self.mnemonic, _, rest = text.partition(" ")
         parts = [p.strip() for p in re.split(r",(?![^\[(]*[\])])", rest)] if rest.strip() else []
         words = re.findall(r"[\w$]+:\[[^\]]*\]|\S+", parts[-1]) if parts else []
@@ -147,19 +155,60 @@ def _inline_asm(k: Lowering, o: Any) -> Value:
             slots[int(m["tied"])].registers = tuple(value)
     if sum(s.output for s in slots) != len(types) or next(given, None) is not None:
         raise k.fail(f"inline assembly with the constraints {','.join(constraints)}", o)
+    state = State()
     for line in text.split("\n"):
         line = re.sub(r"(;|//).*", "", line).replace("\t", " ").strip()
         if not line:
             continue
-        one = Line(k, o, line, slots)
+        if m := re.fullmatch(r"(\d+):", line):
+            if m[1] not in state.labels:
+                raise k.fail(f"the label `{line}` of inline assembly, to which nothing before it branches", o)
+            _enter(k, state.labels.pop(m[1]), jump=True)
+            continue
+        one = Line(k, o, line, slots, state)
         handler = MNEMONICS.get(re.sub(r"_e(32|64)$", "", one.mnemonic))
         if handler is None:
             raise k.fail(f"the instruction `{line}` of inline assembly", o)
         handler(k, one)
+    if state.labels:
+        raise k.fail(f"inline assembly that branches to {', '.join(state.labels)}, which it does not hold", o)
     results = [s.registers for s in slots if s.output]
     if not results:
         return None
     return results if hasattr(parse(str(o.results[0].type)), "fields") else results[0]
+
+
+def _enter(k: Lowering, block: Block, jump: bool) -> None:
+    """Go on in another block of the program; `jump`: from the end of the one so far."""
+    if jump:
+        k.emit("JUMP", block)
+        k.block.successors = [block]
+    k.block = block
+    k.extracted = {}
+
+
+@_instruction("s_cmp_eq_u32", "s_cmp_lg_u32", "s_cmp_eq_i32", "s_cmp_lg_i32")
+def _compare_scalar(k: Lowering, line: Line) -> None:
+    line.take()
+    line.count(2)
+    line.state.scc = k.out("EQ" if "_eq_" in line.mnemonic else "NE", line.read(0)[0], line.read(1)[0])
+
+
+@_instruction("s_cbranch_scc0", "s_cbranch_scc1")
+def _branch(k: Lowering, line: Line) -> None:
+    """Forward, to a numbered label of the same text; what lies between must not write results."""
+    line.count(1)
+    m = re.fullmatch(r"(\d+)f", line.operands[0])
+    if not m or line.state.scc is None or any(s.output for s in line.slots):
+        raise line.fail("its target, or a branch in a block with results")
+    target = line.state.labels.setdefault(m[1], Block(f"{k.block.name}-asm{m[1]}"))
+    following = Block(f"{k.block.name}-asm")
+    k.b.blocks += [b for b in (following, target) if b not in k.b.blocks]
+    sides = [target, following] if line.mnemonic.endswith("1") else [following, target]
+    k.emit("BRANCH", line.state.scc, *sides)
+    k.block.successors = sides
+    line.state.scc = None
+    _enter(k, following, jump=False)
 
 
 # -- order, hints ------------------------------------------------------------------------------------------------------
@@ -267,6 +316,20 @@ def _ds_read(k: Lowering, line: Line) -> None:
     size = int(re.findall(r"\d+$", line.mnemonic)[0]) // 8
     out = [k.b.new() for _ in range(max(1, size // 4))]
     k.emit("LDS_LOAD", line.number("offset"), line.read(1)[0], size, 0, out)
+    _loaded(k, line, out, True)
+
+
+@_instruction("ds_read_b64_tr_b16", "ds_read_b64_tr_b8", "ds_read_b64_tr_b4")
+def _ds_read_transposed(k: Lowering, line: Line) -> None:
+    line.take("offset")
+    line.count(2)
+    if k.arch != "gfx950":
+        raise line.fail(f"{k.arch} does not have it")
+    bits, out = int(line.mnemonic.rpartition("b")[2]), [k.b.new(), k.b.new()]
+    if bits == 16:
+        k.emit("DS_READ_TR16_B64", line.number("offset"), line.read(1)[0], 0, *out)
+    else:
+        k.emit("TRANSPOSE_LDS", line.number("offset"), line.read(1)[0], bits, 0, 0, out)
     _loaded(k, line, out, True)
 
 
@@ -485,6 +548,37 @@ def _shift(k: Lowering, line: Line) -> None:
     value, by = (2, 1) if line.mnemonic.startswith("v_") else (1, 2)
     op = "SHL" if "lshl" in line.mnemonic else "LSHR" if "lshr" in line.mnemonic else "ASHR"
     line.write(0, (k.out(op, line.read(value)[0], k.out("AND", line.read(by)[0], k.const(31))),))
+
+
+_VECTOR_COMPARE = {
+    f"v_cmp_{name}_{t}32": (op.format("S" if t == "i" else "U"), swap)
+    for name, op, swap in (("lt", "{}LT", 0), ("le", "{}LE", 0), ("gt", "{}LT", 1), ("ge", "{}LE", 1), ("eq", "EQ", 0), ("ne", "NE", 0))
+    for t in "iu"
+}  # fmt: skip
+
+
+@_instruction(*_VECTOR_COMPARE)
+def _compare_vector(k: Lowering, line: Line) -> None:
+    """A bit a lane, 0 where it is switched off, into a pair of scalar registers."""
+    line.take()
+    line.count(3)
+    op, swap = _VECTOR_COMPARE[re.sub(r"_e64$", "", line.mnemonic)]
+    a, b = line.read(1 + swap)[0], line.read(2 - swap)[0]
+    lo, hi = k.b.new(), k.b.new()
+    k.emit("BALLOT", lo, hi, k.out(op, a, b))
+    line.write(0, (lo, hi))
+
+
+@_instruction("v_cndmask_b32")
+def _cndmask(k: Lowering, line: Line) -> None:
+    """The second source where the lane's bit of the mask is set, else the first."""
+    line.take()
+    line.count(4)
+    lo, hi = line.read(3, 2)
+    lane = k.out("LANE_ID")
+    word = k.out("SELECT", k.out("ULT", lane, k.const(32)), lo, hi)
+    bit = k.out("AND", k.out("LSHR", word, k.out("AND", lane, k.const(31))), k.const(1))
+    line.write(0, (k.out("SELECT", bit, line.read(2)[0], line.read(1)[0]),))
 
 
 @_instruction(*_UNARY)
