@@ -60,69 +60,72 @@ INTEGER = {
 }
 
 
-def in_memory(op: str, t: str, x: np.ndarray, v: np.ndarray, space: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each lane's own item: (what the operation returned, what memory held afterwards)."""
-    if space == 3:
-        place = f"""
-  %lds = llvm.mlir.addressof @lds : !llvm.ptr<3>
-  %slot = llvm.getelementptr %lds[%tid] : (!llvm.ptr<3>, i32) -> !llvm.ptr<3>, {t}
-  %start_ptr = llvm.getelementptr %mem[%item] : (!llvm.ptr<1>, i64) -> !llvm.ptr<1>, {t}
-  %start = llvm.load %start_ptr : !llvm.ptr<1> -> {t}
-  llvm.store %start, %slot : {t}, !llvm.ptr<3>"""
-        back = f"\n  %now = llvm.load %slot : !llvm.ptr<3> -> {t}\n  llvm.store %now, %start_ptr : {t}, !llvm.ptr<1>"
-    else:
-        cast = "\n  %slot = llvm.addrspacecast %slot1 : !llvm.ptr<1> to !llvm.ptr"
-        name = "%slot" if space == 1 else "%slot1"
-        place = f"\n  {name} = llvm.getelementptr %mem[%item] : (!llvm.ptr<1>, i64) -> !llvm.ptr<1>, {t}" + (
-            cast if space == 0 else ""
-        )
-        back = ""
+def in_memory(ops: list[str], t: str, x: np.ndarray, v: np.ndarray, space: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Each operation on items of its own, all in one kernel: (what it returned, what memory held afterwards) of each."""
     pointer = "!llvm.ptr" if space == 0 else f"!llvm.ptr<{space}>"
     body = (
         PROLOGUE
         + load_item("%v", t, "%vin")
-        + place
-        + f"\n  %r = llvm.atomicrmw {op} %slot, %v monotonic : {pointer}, {t}"
-        + back
-        + store_item("%r", t, "%out")
+        + ("\n  %lds = llvm.mlir.addressof @lds : !llvm.ptr<3>" if space == 3 else "")
     )
-    memory, out = x.copy(), np.zeros_like(x)
-    program = lower(body, "%vin: !llvm.ptr<1>, %mem: !llvm.ptr<1>, %out: !llvm.ptr<1>", lds=512 if space == 3 else 0)
-    launch(program, v, memory, out)
-    return out, memory
+    for i, op in enumerate(ops):
+        body += f"""
+  %k{i} = llvm.mlir.constant({N * i} : i64) : i64
+  %i{i} = llvm.add %item, %k{i} : i64
+  %mem{i} = llvm.getelementptr %mem[%i{i}] : (!llvm.ptr<1>, i64) -> !llvm.ptr<1>, {t}"""
+        slot = f"%mem{i}"
+        if space == 0:
+            body += f"\n  %generic{i} = llvm.addrspacecast %mem{i} : !llvm.ptr<1> to !llvm.ptr"
+            slot = f"%generic{i}"
+        elif space == 3:
+            slot = f"%slot{i}"
+            body += f"""
+  {slot} = llvm.getelementptr %lds[%i{i}] : (!llvm.ptr<3>, i64) -> !llvm.ptr<3>, {t}
+  %start{i} = llvm.load %mem{i} : !llvm.ptr<1> -> {t}
+  llvm.store %start{i}, {slot} : {t}, !llvm.ptr<3>"""
+        body += f"\n  %r{i} = llvm.atomicrmw {op} {slot}, %v monotonic : {pointer}, {t}"
+        if space == 3:
+            body += f"\n  %now{i} = llvm.load {slot} : !llvm.ptr<3> -> {t}\n  llvm.store %now{i}, %mem{i} : {t}, !llvm.ptr<1>"
+        body += store_item(f"%r{i}", t, "%out", f"%i{i}")
+    memory = np.tile(x, (len(ops), 1))
+    out = np.zeros_like(memory)
+    arguments = "%vin: !llvm.ptr<1>, %mem: !llvm.ptr<1>, %out: !llvm.ptr<1>"
+    launch(lower(body, arguments, lds=memory.nbytes if space == 3 else 0), v, memory, out)
+    return list(zip(out, memory))
 
 
 @pytest.mark.parametrize("space", [0, 1, 3])
 @pytest.mark.parametrize("bits", [32, 64])
-@pytest.mark.parametrize("op", INTEGER)
-def test_integer_operations(op: str, bits: int, space: int) -> None:
+def test_integer_operations(bits: int, space: int) -> None:
     x, v = numbers(1, bits), np.roll(numbers(2, bits), 3)
     v[:4] = x[:4]
-    returned, memory = in_memory(op, f"i{bits}", x, v, space)
-    np.testing.assert_array_equal(returned, x)
-    want = np.array([INTEGER[op](int(a), int(b), bits) & ((1 << bits) - 1) for a, b in zip(x, v)], x.dtype)
-    np.testing.assert_array_equal(memory, want)
+    for (op, f), (returned, memory) in zip(INTEGER.items(), in_memory(list(INTEGER), f"i{bits}", x, v, space)):
+        np.testing.assert_array_equal(returned, x, err_msg=op)
+        want = np.array([f(int(a), int(b), bits) & ((1 << bits) - 1) for a, b in zip(x, v)], x.dtype)
+        np.testing.assert_array_equal(memory, want, err_msg=op)
+
+
+FLOAT = {"fadd": np.add, "fsub": np.subtract, "fmax": np.fmax, "fmin": np.fmin}
 
 
 @pytest.mark.parametrize("space", [1, 3])
 @pytest.mark.parametrize("t", ["f32", "f64"])
-@pytest.mark.parametrize(("op", "f"), [("fadd", np.add), ("fsub", np.subtract), ("fmax", np.fmax), ("fmin", np.fmin)])
-def test_float_operations(op: str, f, t: str, space: int) -> None:
+def test_float_operations(t: str, space: int) -> None:
     dtype = np.float32 if t == "f32" else np.float64
     rng = np.random.default_rng(3)
     x, v = ((rng.standard_normal(N) * 10.0 ** rng.integers(-6, 6, N)).astype(dtype) for _ in range(2))
     x[0], v[1], x[2] = np.nan, np.nan, np.inf  # maximum and minimum of a NaN and a number: the number
     kind = np.uint32 if t == "f32" else np.uint64
-    returned, memory = in_memory(op, t, x.view(kind), v.view(kind), space)
-    np.testing.assert_array_equal(returned, x.view(kind))
-    np.testing.assert_array_equal(memory.view(dtype), f(x, v))
+    for (op, f), (returned, memory) in zip(FLOAT.items(), in_memory(list(FLOAT), t, x.view(kind), v.view(kind), space)):
+        np.testing.assert_array_equal(returned, x.view(kind), err_msg=op)
+        np.testing.assert_array_equal(memory.view(dtype), f(x, v), err_msg=op)
 
 
 @pytest.mark.parametrize("t", ["f16", "bf16"])
 def test_packed_halves_round_each_for_itself(t: str) -> None:
     rng = np.random.default_rng(4)
     x, v = (to_bits((rng.standard_normal(2 * N) * 8).astype(np.float32), t) for _ in range(2))
-    returned, memory = in_memory("fadd", f"vector<2x{t}>", x.view(np.uint32), v.view(np.uint32), 1)
+    [(returned, memory)] = in_memory(["fadd"], f"vector<2x{t}>", x.view(np.uint32), v.view(np.uint32), 1)
     np.testing.assert_array_equal(returned, x.view(np.uint32))
     want = to_bits((from_bits(x, t) + from_bits(v, t)).astype(np.float32), t)
     np.testing.assert_array_equal(memory.view(np.uint16), want)

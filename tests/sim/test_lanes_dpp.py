@@ -12,6 +12,8 @@ Sources
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from machine import PROLOGUE, launch, load_item, lower, store_item
@@ -56,20 +58,28 @@ SOME = """%g5 = llvm.mlir.constant(5 : i32) : i32
 MASKS = {"all": (ALL, LANES >= 0), "some": (SOME, LANES % 5 != 3)}
 
 
-def run(active: str, body: str, *inputs: np.ndarray, arch: str = "gfx950") -> np.ndarray:
-    """Run `body`, which defines %r from %a and %b, where %go holds; other lanes leave 0xDEAD."""
-    names = ["%a", "%b", "%c", "%d"][: len(inputs)]
+def run_all(active: str, bodies: list[str], *inputs: np.ndarray, arch: str = "gfx950") -> list[np.ndarray]:
+    """Run bodies, each of which defines %r from %a, %b, ..., where %go holds, in one kernel; other lanes leave 0xDEAD in each result."""
+    names, count = ["%a", "%b", "%c", "%d"][: len(inputs)], len(inputs[0])
     text = (
         PROLOGUE
         + "".join(load_item(n, "i32", f"{n}in") for n in names)
-        + f"\n  {active}\n  llvm.cond_br %go, ^inside, ^end\n^inside:\n{body}"
-        + store_item("%r", "i32", "%out")
-        + "\n  llvm.br ^end\n^end:"
+        + f"\n  {active}\n  llvm.cond_br %go, ^inside, ^end\n^inside:"
     )
+    for i, body in enumerate(bodies):
+        own = re.sub(r"%(r|o|first)\b", rf"%\1_{i}", body)
+        text += (
+            f"\n  {own}\n  %k{i} = llvm.mlir.constant({i * count} : i64) : i64\n  %i{i} = llvm.add %item, %k{i} : i64"
+        )
+        text += store_item(f"%r_{i}", "i32", "%out", f"%i{i}")
     arguments = ", ".join([f"{n}in: !llvm.ptr<1>" for n in names] + ["%out: !llvm.ptr<1>"])
-    out = np.full(len(inputs[0]), 0xDEAD, np.uint32)
-    launch(lower(text, arguments, arch=arch), *inputs, out, block=len(inputs[0]))
-    return out
+    out = np.full((len(bodies), count), 0xDEAD, np.uint32)
+    launch(lower(text + "\n  llvm.br ^end\n^end:", arguments, arch=arch), *inputs, out, block=count)
+    return list(out)
+
+
+def run(active: str, body: str, *inputs: np.ndarray, arch: str = "gfx950") -> np.ndarray:
+    return run_all(active, [body], *inputs, arch=arch)[0]
 
 
 def random(seed: int, count: int = 64) -> np.ndarray:
@@ -101,12 +111,13 @@ def expected_dpp(
 
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("lanes", MASKS)
-@pytest.mark.parametrize("control", SOURCES, ids=hex)
-def test_update_dpp(control: int, lanes: str, zero: bool) -> None:
+def test_update_dpp_of_every_control(lanes: str, zero: bool) -> None:
     active, on = MASKS[lanes]
     old, new = random(1), random(2)
-    got = run(active, dpp(control, zero=zero), old, new)
-    np.testing.assert_array_equal(got, expected_dpp(old, new, SOURCES[control], on, 15, 15, zero))
+    results = run_all(active, [dpp(control, zero=zero) for control in SOURCES], old, new)
+    for (control, source), got in zip(SOURCES.items(), results):
+        want = expected_dpp(old, new, source, on, 15, 15, zero)
+        np.testing.assert_array_equal(got, want, err_msg=f"dpp control {control:#x}")
 
 
 @pytest.mark.parametrize(("rows", "banks"), [(5, 15), (15, 0xA), (8, 3), (0, 15), (15, 0)])
@@ -157,13 +168,13 @@ SWIZZLES: dict[int, np.ndarray] = {
 
 
 @pytest.mark.parametrize("lanes", MASKS)
-@pytest.mark.parametrize("offset", SWIZZLES, ids=hex)
-def test_ds_swizzle(offset: int, lanes: str) -> None:
+def test_ds_swizzle_of_every_mode(lanes: str) -> None:
     active, on = MASKS[lanes]
     x = random(6)
-    body = f"%o = llvm.mlir.constant({offset} : i32) : i32\n  %r = rocdl.ds_swizzle %a, %o : (i32, i32) -> i32"
-    source = SWIZZLES[offset]
-    np.testing.assert_array_equal(run(active, body, x), np.where(on, np.where(on[source], x[source], 0), 0xDEAD))
+    text = "%o = llvm.mlir.constant({} : i32) : i32\n  %r = rocdl.ds_swizzle %a, %o : (i32, i32) -> i32"
+    for (offset, source), got in zip(SWIZZLES.items(), run_all(active, [text.format(o) for o in SWIZZLES], x)):
+        want = np.where(on, np.where(on[source], x[source], 0), 0xDEAD)
+        np.testing.assert_array_equal(got, want, err_msg=f"ds_swizzle offset {offset:#x}")
 
 
 def test_wavefrontsize() -> None:
