@@ -13,7 +13,7 @@ from flydsl import expr as fx
 from torch.utils.dlpack import from_dlpack
 
 BLOCK = 256
-wrong = []
+wrong: list[str] = []
 
 
 def check(name, truth):
@@ -144,7 +144,9 @@ check(
 properties = torch.cuda.get_device_properties(0)
 check("properties", properties.gcnArchName.startswith("gfx") and properties.multi_processor_count > 0)
 check("available", torch.cuda.is_available() and torch.cuda.device_count() >= 1 and torch.cuda.current_device() == 0)
-check("accelerator", torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "cuda")
+check(
+    "accelerator", torch.accelerator.is_available() and torch.accelerator.current_accelerator() == torch.device("cuda")
+)
 check("hip", torch.version.hip is not None)
 check("memory", min(torch.cuda.mem_get_info()) > 0)
 

@@ -56,7 +56,7 @@ def demo(
             "--backend",
             "-b",
             metavar="BACKEND",
-            help="auto: a GPU that the kernels run on, else sim:gfx950. Or sim:gfx950, sim:gfx942, flydsl, hopper, native.",
+            help="auto: an AMD GPU if there is one, else sim:gfx950. Or sim:gfx950, sim:gfx942, flydsl, hopper, native.",
         ),
     ] = "auto",
     threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU threads for PyTorch.")] = None,
@@ -127,6 +127,9 @@ def explain(
     isa: Annotated[
         bool, typer.Option("--isa", help="Compile and print registers, LDS, spills and main-loop instructions.")
     ] = False,
+    waits: Annotated[
+        bool, typer.Option("--waits", help="With --isa: check each counted wait against the machine code's order.")
+    ] = False,
     arch: Annotated[
         list[str] | None, typer.Option(metavar="ARCH", help="With --isa: gfx950 or gfx942; repeatable. Default: both.")
     ] = None,
@@ -137,11 +140,11 @@ def explain(
     Examples: `fourwave explain gemm 4096 4096 4096 --layout NT`, `fourwave explain gemm --isa --arch gfx950`.
 
     Nothing is run. With --isa and no M N K, the kernels are those of a size that fills the chip. Exit status 1 if --isa
-    shows a spill, 2 if the call would raise.
+    shows a spill or --waits a finding, 2 if the call would raise.
     """
     from fourwave.cli.explain import run_explain
 
-    run_explain(op, M, N, K, layout, dtype, out_dtype, backend, isa, arch or [], json)
+    run_explain(op, M, N, K, layout, dtype, out_dtype, backend, isa, arch or [], json, waits)
 
 
 @bench_app.command("sim")

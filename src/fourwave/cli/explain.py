@@ -28,6 +28,7 @@ def run_explain(
     isa: bool,
     archs: list[str],
     json: Path | None,
+    waits: bool = False,
 ) -> None:
     if op != "gemm":
         out.fail(f"operation {op!r}: gemm is the only one so far")
@@ -43,8 +44,10 @@ def run_explain(
         problems = [
             GemmProblem(m, n, k, each, operands, operands, result) for each in names.layouts([layout] if layout else [])
         ]
-        show_isa(problems, names.archs(archs), json)
+        show_isa(problems, names.archs(archs), json, check_waits=waits)
         return
+    if waits:
+        out.fail("--waits goes with --isa")
     if archs:
         out.fail("--arch goes with --isa; name a simulated architecture as --backend sim:gfx942")
     if sizes is None:

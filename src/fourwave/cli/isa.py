@@ -18,11 +18,14 @@ from fourwave.ops.gemm.config import GemmConfig, default_config, why_unsupported
 if TYPE_CHECKING:
     from fourwave.ops.gemm.problem import GemmProblem
     from fourwave.perf.isa import CompiledKernel
+    from fourwave.perf.waits import WaitFinding
 
 Compiled = tuple["GemmProblem", GemmConfig, "CompiledKernel"]
 
 
-def show_isa(problems: Sequence[GemmProblem], archs: Sequence[str], json: Path | None) -> None:
+def show_isa(
+    problems: Sequence[GemmProblem], archs: Sequence[str], json: Path | None, *, check_waits: bool = False
+) -> None:
     if reason := flydsl_missing():
         out.fail(reason)
     for arch in archs:
@@ -35,6 +38,7 @@ def show_isa(problems: Sequence[GemmProblem], archs: Sequence[str], json: Path |
 
     console = out.stdout()
     spilled = []
+    misplaced: list[str] = []
     record = []
     with out.steps("compiling") as steps:
         steps.start(len(archs) * len(problems))
@@ -43,7 +47,7 @@ def show_isa(problems: Sequence[GemmProblem], archs: Sequence[str], json: Path |
             compiled: list[Compiled] = []
             for problem in problems:
                 config, _ = default_config(problem, arch)
-                kernel = compile_isa(problem, config, arch)
+                kernel = compile_isa(problem, config, arch, lines=check_waits)
                 compiled.append((problem, config, kernel))
                 steps.done(f"{arch} {problem.layout}")
             tables.append(compiled)
@@ -53,12 +57,35 @@ def show_isa(problems: Sequence[GemmProblem], archs: Sequence[str], json: Path |
             if kernel.vgpr_spills or kernel.sgpr_spills or kernel.scratch_bytes:
                 spilled.append(f"{arch} {problem.layout} {config}")
             record.append(as_record(problem, config, kernel))
+            if check_waits:
+                found = show_waits(console, problem, kernel)
+                record[-1]["wait_findings"] = [asdict(f) for f in found]
+                misplaced += [f"{arch} {problem.layout} {config}"] * bool(found)
     if json:
         out.write_json(json, {"kernels": record})
     for name in spilled:
         console.print(f"[bold red]FAILED[/] {escape(name)} spills registers or uses scratch memory")
-    if spilled:
+    for name in misplaced:
+        console.print(f"[bold red]FAILED[/] {escape(name)} has counted waits that mean something else in machine code")
+    if spilled or misplaced:
         raise typer.Exit(1)
+
+
+def show_waits(console: Console, problem: GemmProblem, kernel: CompiledKernel) -> list[WaitFinding]:
+    """Print how the kernel's own waits on vmcnt stand to the machine code's order."""
+    from fourwave.perf import waits
+
+    source = waits.read_module(kernel.module, kernel.arch)
+    found = waits.compare(source, waits.read_assembly(kernel.text))
+    places = [step.place for node in source for step in node.steps if step.kind == "wait"]
+    listed = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(places)) or "none of its own"
+    console.print(
+        escape(f"waits on vmcnt, {kernel.arch} {problem.layout}: {len(places)} ({listed}); {len(found)} findings"),
+        soft_wrap=True,
+    )
+    for finding in found:
+        console.print(escape(str(finding)), soft_wrap=True)
+    return found
 
 
 def show_kernels(console: Console, arch: str, compiled: Sequence[Compiled]) -> None:
@@ -119,5 +146,5 @@ def linked(kernel: CompiledKernel) -> str:
 
 def as_record(problem: GemmProblem, config: GemmConfig, kernel: CompiledKernel) -> dict[str, object]:
     record = asdict(kernel)
-    del record["text"], record["code_object"]
+    del record["text"], record["code_object"], record["module"]
     return {"problem": str(problem), "config": str(config), "linked": kernel.code_object is not None, **record}

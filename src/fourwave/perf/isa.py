@@ -66,6 +66,7 @@ class CompiledKernel:
     text: str = field(repr=False)
     code_object: bytes | None = field(repr=False)  # ELF
     link_note: str  # which linker made code_object, or why there is none
+    module: str = field(repr=False, default="")  # FlyDSL's module before code generation, with source locations
 
     def __str__(self) -> str:
         loop = self.main_loop
@@ -99,11 +100,12 @@ def find_linker() -> str | None:
 
 
 def compile_isa(
-    problem: GemmProblem, config: GemmConfig | None, arch: str, *, vectorised: bool = True
+    problem: GemmProblem, config: GemmConfig | None, arch: str, *, vectorised: bool = True, lines: bool = False
 ) -> CompiledKernel:
     """Compile the FlyDSL GEMM kernel for problem and config (None: the default) and read its assembly.
 
     vectorised: the variant for N % 8 == 0 and aligned rows of out; otherwise the one that stores single elements.
+    lines: source lines (.loc) in the assembly.
     Raises NotImplementedError (why_unsupported), RuntimeError with the compiler's output when it fails.
     """
     from fourwave.ops.gemm import amd
@@ -130,6 +132,7 @@ def compile_isa(
             "FLYDSL_DUMP_IR": "1",
             "FLYDSL_DUMP_DIR": str(root / "dump"),
             "ROCM_PATH": str(root / "rocm"),
+            "FLYDSL_DEBUG_ENABLE_DEBUG_INFO": str(int(lines)),
         }
         child = subprocess.run(
             [sys.executable, "-m", "fourwave.perf.isa", str(root)],
@@ -143,6 +146,7 @@ def compile_isa(
         return parse(
             (root / "kernel.s").read_text(), arch, elf.read_bytes() if elf.exists() else None,
             f"linked by {linker}" if elf.exists() else note, config.tile_k,
+            (root / "kernel.mlir").read_text(),
         )  # fmt: skip
 
 
@@ -181,6 +185,7 @@ def _compile_in_child(root: Path) -> None:
             raise
         failure = error
     note = ""
+    (root / "kernel.mlir").write_text(dumped("reconcile_unrealized_casts.mlir"))
     if failure is None:
         (root / "kernel.s").write_text(dumped("final_isa.s"))
         (root / "kernel.hsaco").write_bytes(binary_object(dumped("gpu_module_to_binary.mlir")))
@@ -191,7 +196,7 @@ def _compile_in_child(root: Path) -> None:
     (root / "result.json").write_text(json.dumps({"link_note": note}))
 
 
-def parse(text: str, arch: str, code_object: bytes | None, link_note: str, tile_k: int) -> CompiledKernel:
+def parse(text: str, arch: str, code_object: bytes | None, link_note: str, tile_k: int, module: str = "") -> CompiledKernel:
     """Read the assembly of one kernel. tile_k: K of one pipeline stage; the main loop has one barrier per stage."""
 
     def metadata(key, default=None):
@@ -219,6 +224,7 @@ def parse(text: str, arch: str, code_object: bytes | None, link_note: str, tile_
         text=text,
         code_object=code_object,
         link_note=link_note,
+        module=module,
     )
 
 

@@ -1,0 +1,415 @@
+"""Checks a kernel's own `s_waitcnt vmcnt(N)` against the order in which machine code issues its vector-memory instructions.
+
+    kernel = compile_isa(problem, config, "gfx950", lines=True)
+    for finding in check(kernel.module, kernel.text, kernel.arch):
+        print(finding)
+
+vmcnt counts every vector-memory instruction of the wave, in the order of the final ISA; the author counted in the order of the source. Where the
+compiler moved, added or removed one, the count no longer means what it says. Both orders are run along one and the same path: a path of the
+module before code generation, every loop taken a few times, and the path of the machine code that passes the same waits and issues each copy to
+LDS equally often. At each wait, a copy that must have landed in the first but need not in the second is a finding; so is one that the first
+leaves in flight and the second waits for. Register loads and stores count, but are the compiler's to wait for.
+
+A wait or a copy is known by its source line and its place among those of the same line. Two copies of one line that the compiler exchanged are
+taken for each other. gfx942 and gfx950 only: gfx1250 has other counters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+Place = tuple[str, int]  # file name, line
+Copy = tuple[Place, int]  # a copy's line, and which of that line's copies
+_ACCESS = re.compile(r"(buffer|global|flat|scratch)_(load|store|atomic|wbl2)")
+_LOOP_PASSES = 5  # more than the pipelines here are deep
+_LISTED = 24  # instructions shown before a wait
+
+
+@dataclass(frozen=True)
+class Step:
+    """One instruction that matters: "copy" to LDS, other vector-memory "access", "wait" on vmcnt, "other wait", or "barrier"."""
+
+    kind: str
+    place: Place
+    text: str
+    count: int = 1  # accesses it stands for; of a wait: vmcnt
+
+
+@dataclass(eq=False)
+class Node:
+    """A basic block."""
+
+    name: str
+    steps: list[Step] = field(default_factory=list)
+    successors: list[Node] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class WaitFinding:
+    """kind: "uncovered" (copies that must have landed may not have), "early" (waits for copies that may stay in flight), "unmatched"."""
+
+    kind: str
+    place: Place
+    message: str
+    source_order: tuple[str, ...] = ()
+    machine_order: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.place[0]}:{self.place[1]}: {self.kind}: {self.message}"]
+        for title, listing in (("as written", self.source_order), ("as machine code", self.machine_order)):
+            if listing:
+                lines += [f"    {title}, up to the wait:", *(f"      {text}" for text in listing)]
+        return "\n".join(lines)
+
+
+def read_module(module: str, arch: str) -> list[Node]:
+    """The blocks of the one kernel in a FlyDSL module before code generation (text with locations), entry first."""
+    from fourwave.backends import guard
+
+    guard.import_flydsl()
+    from flydsl._mlir import ir
+    from flydsl.compiler.jit_function import _create_mlir_context
+
+    from fourwave.sim.flydsl_hook import _without_source_capture
+    from fourwave.sim.lowering import lower_kernel
+
+    kept: list[Any] = []
+
+    def keep(builder: Any) -> None:
+        builder.order_blocks()
+        kept.extend((b, list(b.code), list(b.successors)) for b in builder.blocks)
+
+    context = _create_mlir_context()
+    with context, _without_source_capture():
+        parsed = ir.Module.parse(module)
+        kernels = [
+            (outer.operation, inner.operation)
+            for outer in parsed.body.operations
+            if outer.operation.name == "gpu.module"
+            for inner in outer.operation.regions[0].blocks[0].operations
+            if inner.operation.name == "llvm.func" and "gpu.kernel" in inner.operation.attributes
+        ]
+        if len(kernels) != 1:
+            raise ValueError(f"{len(kernels)} kernels in the module instead of one")
+        program = lower_kernel(ir, *kernels[0], arch, keep)
+    nodes = {block: Node(block.name) for block, _, _ in kept}
+    for block, code, successors in kept:
+        nodes[block].successors = [nodes[s] for s in successors]
+        for i in code:
+            frames = program.lines[i.line] if i.line >= 0 else (("unknown", 0),)
+            place = (Path(frames[-1][0]).name, frames[-1][1])
+            step: Step | None = None
+            if i.op in ("BUFFER_LOAD_LDS", "GLOBAL_LOAD_LDS"):
+                step = Step("copy", place, i.op.lower())
+            elif i.op == "WAIT" and i.args[0] >= 0:
+                step = Step("wait", place, f"wait vmcnt({i.args[0]})", i.args[0])
+            elif i.op == "WAIT":
+                step = Step("other wait", place, f"wait lgkmcnt({i.args[1]})")
+            elif i.op == "BARRIER":
+                step = Step("barrier", place, "barrier")
+            elif i.op in ("GLOBAL_LOAD", "GLOBAL_STORE", "BUFFER_LOAD", "BUFFER_STORE"):
+                size = i.args[3 if i.op.startswith("GLOBAL") else 7]
+                step = Step("access", place, i.op.lower(), max(1, -(-size // 16)))
+            elif i.op in ("GLOBAL_ATOMIC", "BUFFER_ATOMIC"):
+                step = Step("access", place, i.op.lower())
+            if step is not None:
+                nodes[block].steps.append(step)
+    return [nodes[block] for block, _, _ in kept]
+
+
+def read_assembly(text: str) -> list[Node]:
+    """The blocks of the one kernel in an assembly text with .loc directives, entry first."""
+    files: dict[str, str] = {}
+    place: Place = ("unknown", 0)
+    nodes = [Node("entry")]
+    labels: dict[str, Node] = {}
+    branches: list[tuple[Node, str | None, bool]] = []  # node, target, whether it can fall through
+    fallthrough: dict[Node, Node] = {}
+    open_block = True  # the last node still takes instructions
+    started = False
+
+    def begin(name: str) -> Node:
+        node = Node(name)
+        if open_block:
+            fallthrough[nodes[-1]] = node
+        nodes.append(node)
+        return node
+
+    for line in text.splitlines():
+        code = line.split(";")[0].rstrip()
+        if (m := re.match(r'\s+\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]+)"', code)) is not None:
+            files[m[1]] = Path(m[2]).name
+        elif (m := re.match(r"\s+\.loc\s+(\d+)\s+(\d+)", code)) is not None:
+            place = (files.get(m[1], "unknown"), int(m[2]))
+        elif (m := re.match(r"(\.LBB\w+):", code)) is not None:
+            labels[m[1]] = begin(m[1])
+            open_block = True
+        elif re.match(r"\s+\.section|\.Lfunc_end", code) and started:
+            break
+        elif (m := re.match(r"\s+([a-z][a-z0-9_]*)(?:\s+(.*))?$", code)) is not None:
+            op, operands = m[1], (m[2] or "").strip()
+            started = True
+            if not open_block:
+                begin(f"after {nodes[-1].name}")
+                open_block = True
+            node = nodes[-1]
+            if op.startswith(("s_branch", "s_cbranch")):
+                conditional = op != "s_branch"
+                branches.append((node, operands, conditional))
+                following = Node(f"after {node.name}")
+                if conditional:
+                    fallthrough[node] = following
+                nodes.append(following)
+            elif op == "s_endpgm":
+                open_block = False
+            elif op == "s_barrier":
+                node.steps.append(Step("barrier", place, code.strip()))
+            elif op == "s_waitcnt" and (count := re.search(r"vmcnt\((\d+)\)", operands)) is not None:
+                node.steps.append(Step("wait", place, code.strip(), int(count[1])))
+            elif _ACCESS.match(op):
+                to_lds = re.search(r"\blds\b", operands) is not None or "_lds_" in op
+                node.steps.append(Step("copy" if to_lds else "access", place, " ".join(code.split())))
+    for node, target, _ in branches:
+        if target not in labels:
+            raise ValueError(f"a branch to {target}, which is not in the assembly")
+        node.successors.append(labels[target])
+    for node, following in fallthrough.items():
+        if following not in node.successors:
+            node.successors.append(following)
+    return nodes
+
+
+def _merged(source: Sequence[Node], machine: Sequence[Node]) -> list[Node]:
+    """The machine code with each wait on vmcnt at its source line: the compiler joins adjacent waits into one, at the line of either."""
+    waits = {s.place for n in source for s in n.steps if s.kind == "wait"}
+    joined: dict[Place, Place] = {}
+    for node in source:
+        for a, b in zip(node.steps, node.steps[1:]):
+            if {a.kind, b.kind} == {"wait", "other wait"}:
+                wait, other = (a, b) if a.kind == "wait" else (b, a)
+                if other.place not in waits:
+                    joined[other.place] = wait.place
+    nodes = {n: Node(n.name) for n in machine}
+    for n, new in nodes.items():
+        new.successors = [nodes[x] for x in n.successors]
+        new.steps = [replace(x, place=joined.get(x.place, x.place)) if x.kind == "wait" else x for x in n.steps]
+    return list(nodes.values())
+
+
+def _copies(nodes: Sequence[Node]) -> dict[int, Copy]:
+    """Names of the copies, by id() of their step: line, and number among that line's."""
+    seen: Counter[Place] = Counter()
+    names: dict[int, Copy] = {}
+    for node in nodes:
+        for step in node.steps:
+            if step.kind == "copy":
+                names[id(step)] = (step.place, seen[step.place])
+                seen[step.place] += 1
+    return names
+
+
+def _components(nodes: Sequence[Node]) -> dict[Node, int]:
+    """Number of the strongly connected component of each block; -1 for a block in no loop."""
+    reach: dict[Node, set[Node]] = {}
+    for node in nodes:
+        found: set[Node] = set()
+        stack = list(node.successors)
+        while stack:
+            n = stack.pop()
+            if n not in found:
+                found.add(n)
+                stack += n.successors
+        reach[node] = found
+    numbers: dict[Node, int] = {}
+    for index, node in enumerate(nodes):
+        if node not in numbers:
+            for other in [n for n in reach[node] if node in reach[n]]:
+                numbers[other] = index
+            numbers.setdefault(node, -1)
+    return numbers
+
+
+def _path(nodes: Sequence[Node], passes: int) -> list[Node]:
+    """A path from the entry to an end that goes round each loop `passes` times and otherwise where most happens."""
+    component = _components(nodes)
+    ahead: dict[Node, int] = {}
+    for node in nodes:
+        found: set[Node] = {node}
+        stack = list(node.successors)
+        while stack:
+            n = stack.pop()
+            if n not in found:
+                found.add(n)
+                stack += n.successors
+        ahead[node] = sum(len(n.steps) for n in found)
+    visits: Counter[Node] = Counter()
+    path = [nodes[0]]
+    while path[-1].successors:
+        here = path[-1]
+        visits[here] += 1
+        inside = [
+            s for s in here.successors if component[s] != -1 and component[s] == component[here] and visits[s] < passes
+        ]
+        outside = [s for s in here.successors if component[s] == -1 or component[s] != component[here]]
+        choice = inside or outside or here.successors
+        path.append(
+            min(choice, key=lambda s: (visits[s], -ahead[s]))
+            if choice is inside
+            else max(choice, key=lambda s: ahead[s])
+        )
+        if len(path) > 100_000:
+            raise ValueError("no end of the kernel was reached")
+    return path
+
+
+def _along(nodes: Sequence[Node], sequence: Sequence[Place], issued: Counter[Copy]) -> list[Node] | None:
+    """A path of the machine code whose waits at the places of `sequence` come in this order and that issues each copy as often as `issued`."""
+    names, waited = _copies(nodes), set(sequence)
+    budget = 200_000
+
+    def advance(
+        node: Node, at: int, left: tuple[tuple[Copy, int], ...]
+    ) -> tuple[int, tuple[tuple[Copy, int], ...]] | None:
+        counts = dict(left)
+        for step in node.steps:
+            if step.kind == "wait" and step.place in waited:
+                if at >= len(sequence) or sequence[at] != step.place:
+                    return None
+                at += 1
+            elif step.kind == "copy":
+                name = names[id(step)]
+                if counts.get(name, 0) == 0:
+                    return None
+                counts[name] -= 1
+        return at, tuple(counts.items())
+
+    start = advance(nodes[0], 0, tuple(issued.items()))
+    if start is None:
+        return None
+    stack: list[tuple[list[Node], int, tuple[tuple[Copy, int], ...]]] = [([nodes[0]], *start)]
+    seen: set[Any] = set()
+    while stack and budget:
+        budget -= 1
+        path, at, left = stack.pop()
+        key = (path[-1], at, left)
+        if key in seen:
+            continue
+        seen.add(key)
+        if not path[-1].successors:
+            if at == len(sequence) and not any(n for _, n in left):
+                return path
+            continue
+        for following in path[-1].successors:
+            moved = advance(following, at, left)
+            if moved is not None:
+                stack.append(([*path, following], *moved))
+    return None
+
+
+@dataclass
+class _Passed:
+    """A wait of the path: what it covers, and the instructions before it."""
+
+    place: Place
+    covered: set[tuple[Copy, int]]
+    issued: set[tuple[Copy, int]]
+    listing: tuple[str, ...]
+    count: int
+
+
+def _run(nodes: Sequence[Node], path: Sequence[Node], places: set[Place]) -> Iterator[_Passed]:
+    """Every wait at one of `places` along the path. A copy's instances are numbered as they are issued."""
+    names = _copies(nodes)
+    queue: list[tuple[Copy, int] | None] = []  # oldest first; None: a register access
+    covered: set[tuple[Copy, int]] = set()
+    issued: set[tuple[Copy, int]] = set()
+    times: Counter[Copy] = Counter()
+    listing: list[str] = []
+    for node in path:
+        for step in node.steps:
+            where = f"{step.place[0]}:{step.place[1]}"
+            listing.append(f"{step.text:<60} {where}")
+            if step.kind == "copy":
+                name = names[id(step)]
+                queue.append((name, times[name]))
+                issued.add((name, times[name]))
+                times[name] += 1
+            elif step.kind == "access":
+                queue += [None] * step.count
+            elif step.kind == "wait":
+                done = queue[: max(0, len(queue) - step.count)]
+                del queue[: len(done)]
+                covered.update(d for d in done if d is not None)
+                if step.place in places:
+                    yield _Passed(step.place, set(covered), set(issued), tuple(listing[-_LISTED:]), step.count)
+
+
+def check(module: str, assembly: str, arch: str) -> list[WaitFinding]:
+    """Match the kernel's own vmcnt waits with its machine code; [] if every one covers exactly the copies it was meant to.
+
+    module     FlyDSL's module before code generation, with locations
+    assembly   the final ISA with .loc directives (FLYDSL_DEBUG_ENABLE_DEBUG_INFO=1)
+    Raises ValueError for texts that do not hold one kernel, NotImplementedError for gfx1250, UnknownOperation as the simulator does.
+    """
+    if not arch.startswith("gfx9"):
+        raise NotImplementedError(
+            f"{arch} waits on counters of their own kinds; only vmcnt of gfx942 and gfx950 is checked"
+        )
+    return compare(read_module(module, arch), read_assembly(assembly))
+
+
+def compare(source: Sequence[Node], machine: Sequence[Node]) -> list[WaitFinding]:
+    """check() on blocks that were read before."""
+    places = {s.place for n in source for s in n.steps if s.kind == "wait"}
+    if not places:
+        return []
+    machine = _merged(source, machine)
+    findings = []
+    for kind, wanted in (("wait", places), ("copy", None)):
+        ours = Counter(s.place for n in source for s in n.steps if s.kind == kind)
+        theirs = Counter(
+            s.place for n in machine for s in n.steps if s.kind == kind and (wanted is None or s.place in wanted)
+        )
+        for place in sorted(ours.keys() | theirs.keys()):
+            if ours[place] != theirs[place]:
+                what = {"wait": "waits on vmcnt", "copy": "copies to LDS"}[kind]
+                findings.append(
+                    WaitFinding("unmatched", place, f"{ours[place]} {what} as written, {theirs[place]} in machine code")
+                )
+    if findings:
+        return findings
+    path = _path(source, _LOOP_PASSES)
+    names = _copies(source)
+    sequence = [s.place for n in path for s in n.steps if s.kind == "wait"]
+    issued = Counter(names[id(s)] for n in path for s in n.steps if s.kind == "copy")
+    other = _along(machine, sequence, issued)
+    if other is None:
+        first = next(s.place for n in path for s in n.steps if s.kind == "wait")
+        return [
+            WaitFinding(
+                "unmatched", first, "no path of the machine code passes the same waits and issues the same copies"
+            )
+        ]
+    reported: set[tuple[str, Place]] = set()
+    for written, compiled in zip(_run(source, path, places), _run(machine, other, places), strict=True):
+        missing = written.covered - compiled.covered
+        early = (compiled.covered - written.covered) & written.issued
+        for kind, copies in (("uncovered", missing), ("early", early)):
+            if not copies or (kind, written.place) in reported:
+                continue
+            reported.add((kind, written.place))
+            lines = ", ".join(f"{n} of {p[0]}:{p[1]}" for p, n in sorted(Counter(c[0] for c, _ in copies).items()))
+            if kind == "uncovered":
+                text = f"vmcnt({compiled.count}) no longer covers {len(copies)} copies to LDS that it covers as written ({lines}): lower the count, or keep the compiler from moving memory operations"
+            else:
+                text = f"vmcnt({compiled.count}), or a wait of the compiler before it, waits for {len(copies)} copies to LDS that may stay in flight as written ({lines})"
+            findings.append(WaitFinding(kind, written.place, text, written.listing, compiled.listing))
+    return findings
+
+
+__all__ = ["Node", "Step", "WaitFinding", "check", "compare", "read_assembly", "read_module"]
