@@ -304,7 +304,7 @@ def test_transposing_reads_are_the_operations(bits: int, name: str) -> None:
         out = np.zeros((N, 2), np.uint32)
         launch(lower(body, "%in: !llvm.ptr<1>, %out: !llvm.ptr<1>", lds=1024), source, out)
         results.append(out)
-    np.testing.assert_array_equal(*results)
+    np.testing.assert_array_equal(results[0], results[1])
     assert results[0].any()
 
 
