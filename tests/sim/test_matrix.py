@@ -63,7 +63,7 @@ class Form:
     b: str
     c: str
     d: str
-    operands: tuple[str, str, str, str]  # MLIR types of a, b, c, d
+    operands: tuple[str, ...]  # MLIR types of a, b, c, d
     attributes: str = ""
     scaled: int = 0  # K per scale
     modifiers: dict = field(default_factory=dict, hash=False)
@@ -258,13 +258,15 @@ def moved_b(form: Form, values: np.ndarray, blgp: int) -> np.ndarray:
     return lanes.ravel()[at]
 
 
-def mfma(
-    name: str, m: int, k: int, blocks: int, element: str, operand: str, arch: str, b: str = "", **modifiers: Any
-) -> Form:
+Row = tuple[str, int, int, int, str, str]  # operation, rows, K, blocks, element, MLIR type of A and B
+
+
+def mfma(row: Row, arch: str, b: str = "", **modifiers: Any) -> Form:
+    name, m, k, blocks, element, operand = row
     d = "i32" if name.startswith("mfma.i32") else "f64" if "f64" in name else "f32"
     count = m * m * blocks // 64
     vector = f"vector<{count}x{d}>" if count > 1 else d
-    formats = [f + "_fnuz" if arch == "gfx942" and f in ("fp8", "bf8") else f for f in (element, b or element)]
+    x, y = (f + "_fnuz" if arch == "gfx942" and f in ("fp8", "bf8") else f for f in (element, b or element))
     perm = (
         "none",
         "bcast_first_32",
@@ -281,12 +283,11 @@ def mfma(
     else:
         blgp = f"#rocdl<mfma_perm_b {perm[modifiers.get('blgp', 0)]}>"
     attributes = f"cbsz = {modifiers.get('cbsz', 0)} : i32, abid = {modifiers.get('abid', 0)} : i32, blgp = {blgp}"
-    return Form(
-        name, arch, m, m, k, blocks, *formats, d, d, (operand, operand, vector, vector), attributes, modifiers=modifiers
-    )
+    types = (operand, operand, vector, vector)
+    return Form(name, arch, m, m, k, blocks, x, y, d, d, types, attributes, modifiers=modifiers)
 
 
-PLAIN = [  # operand types: ROCDLOps.td
+PLAIN: list[Row] = [  # operand types: ROCDLOps.td
     ("mfma.f32.32x32x1f32", 32, 1, 2, "f32", "f32"), ("mfma.f32.16x16x1f32", 16, 1, 4, "f32", "f32"), ("mfma.f32.4x4x1f32", 4, 1, 16, "f32", "f32"),
     ("mfma.f32.32x32x2f32", 32, 2, 1, "f32", "f32"), ("mfma.f32.16x16x4f32", 16, 4, 1, "f32", "f32"),
     ("mfma.f32.32x32x4f16", 32, 4, 2, "f16", "vector<4xf16>"), ("mfma.f32.16x16x4f16", 16, 4, 4, "f16", "vector<4xf16>"),
@@ -299,7 +300,7 @@ PLAIN = [  # operand types: ROCDLOps.td
     ("mfma.i32.32x32x16.i8", 32, 16, 1, "i8", "i64"), ("mfma.i32.16x16x32.i8", 16, 32, 1, "i8", "i64"),
     ("mfma.f64.16x16x4f64", 16, 4, 1, "f64", "f64"), ("mfma.f64.4x4x4f64", 4, 4, 4, "f64", "f64"),
 ]  # fmt: skip
-DOUBLED = [
+DOUBLED: list[Row] = [
     ("mfma.f32.16x16x32.f16", 16, 32, 1, "f16", "vector<8xf16>"), ("mfma.f32.16x16x32.bf16", 16, 32, 1, "bf16", "vector<8xbf16>"),
     ("mfma.f32.32x32x16.f16", 32, 16, 1, "f16", "vector<8xf16>"), ("mfma.f32.32x32x16.bf16", 32, 16, 1, "bf16", "vector<8xbf16>"),
     ("mfma.i32.16x16x64.i8", 16, 64, 1, "i8", "vector<4xi32>"), ("mfma.i32.32x32x32.i8", 32, 32, 1, "i8", "vector<4xi32>"),
@@ -308,14 +309,14 @@ DOUBLED = [
 
 def forms() -> Iterator[Form]:
     for arch in ("gfx942", "gfx950"):
-        yield from (mfma(*row, arch) for row in PLAIN)
+        yield from (mfma(row, arch) for row in PLAIN)
         for (shape, m, k), x, y in itertools.product(
             (("16x16x32", 16, 32), ("32x32x16", 32, 16)), ("fp8", "bf8"), ("fp8", "bf8")
         ):
-            yield mfma(f"mfma.f32.{shape}.{x}.{y}", m, k, 1, x, "i64", arch, y)
-    yield mfma("mfma.f32.16x16x8.xf32", 16, 8, 1, "xf32", "vector<2xf32>", "gfx942")
-    yield mfma("mfma.f32.32x32x4.xf32", 32, 4, 1, "xf32", "vector<2xf32>", "gfx942")
-    yield from (mfma(*row, "gfx950") for row in DOUBLED)
+            yield mfma((f"mfma.f32.{shape}.{x}.{y}", m, k, 1, x, "i64"), arch, y)
+    yield mfma(("mfma.f32.16x16x8.xf32", 16, 8, 1, "xf32", "vector<2xf32>"), "gfx942")
+    yield mfma(("mfma.f32.32x32x4.xf32", 32, 4, 1, "xf32", "vector<2xf32>"), "gfx942")
+    yield from (mfma(row, "gfx950") for row in DOUBLED)
     yield from scaled_mfma()
     yield from wmma()
 
@@ -414,43 +415,42 @@ def test_every_matrix_operation_is_tested() -> None:
     assert known == {f.name for f in FORMS}
 
 
-BROADCASTS = [
-    *(("mfma.f32.4x4x4f16", 4, 4, 16, "f16", "vector<4xf16>", z, i) for z, i in ((1, 0), (1, 1), (2, 3), (3, 5), (4, 11))),
-    *(("mfma.f32.16x16x4bf16.1k", 16, 4, 4, "bf16", "vector<4xi16>", z, i) for z, i in ((1, 1), (2, 2))),
-    ("mfma.f32.32x32x1f32", 32, 1, 2, "f32", "f32", 1, 1), ("mfma.i32.16x16x4i8", 16, 4, 4, "i8", "i32", 2, 3),
+BROADCASTS: list[tuple[Row, int, int]] = [
+    *((("mfma.f32.4x4x4f16", 4, 4, 16, "f16", "vector<4xf16>"), z, i) for z, i in ((1, 0), (1, 1), (2, 3), (3, 5), (4, 11))),
+    *((("mfma.f32.16x16x4bf16.1k", 16, 4, 4, "bf16", "vector<4xi16>"), z, i) for z, i in ((1, 1), (2, 2))),
+    (("mfma.f32.32x32x1f32", 32, 1, 2, "f32", "f32"), 1, 1), (("mfma.i32.16x16x4i8", 16, 4, 4, "i8", "i32"), 2, 3),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BROADCASTS, ids=lambda c: f"{c[0]}-{c[6]}-{c[7]}")
-def test_cbsz_and_abid_broadcast_a_block_of_a(case: tuple) -> None:
-    check(mfma(*case[:6], "gfx942", cbsz=case[6], abid=case[7]))
+@pytest.mark.parametrize(("row", "cbsz", "abid"), BROADCASTS, ids=lambda x: x if isinstance(x, int) else x[0])
+def test_cbsz_and_abid_broadcast_a_block_of_a(row: Row, cbsz: int, abid: int) -> None:
+    check(mfma(row, "gfx942", cbsz=cbsz, abid=abid))
 
 
 @pytest.mark.parametrize("blgp", range(1, 8))
 @pytest.mark.parametrize("row", [PLAIN[1], PLAIN[4], PLAIN[7], PLAIN[15]], ids=lambda r: r[0])
-def test_blgp_permutes_the_lanes_of_b(row: tuple, blgp: int) -> None:
-    check(mfma(*row, "gfx942", blgp=blgp))
+def test_blgp_permutes_the_lanes_of_b(row: Row, blgp: int) -> None:
+    check(mfma(row, "gfx942", blgp=blgp))
 
 
 @pytest.mark.parametrize("negate", ["a", "b", "c", "ac", "abc"])
 def test_blgp_of_f64_negates(negate: str) -> None:
-    check(mfma("mfma.f64.16x16x4f64", 16, 4, 1, "f64", "f64", "gfx950", negate=negate))
+    check(mfma(("mfma.f64.16x16x4f64", 16, 4, 1, "f64", "f64"), "gfx950", negate=negate))
 
 
 @pytest.mark.parametrize(
-    ("name", "arch", "row"),
+    ("arch", "row", "modifiers"),
     [
-        ("an f16 form of one block takes no blgp", "gfx942", (*PLAIN[9], "gfx942", "", {"blgp": 1})),
-        ("no broadcast within one block", "gfx942", (*PLAIN[4], "gfx942", "", {"cbsz": 1})),
-        ("more blocks than there are", "gfx942", (*PLAIN[1], "gfx942", "", {"cbsz": 3})),
-        ("xf32 is CDNA3's", "gfx950", ("mfma.f32.16x16x8.xf32", 16, 8, 1, "xf32", "vector<2xf32>", "gfx950", "", {})),
-        ("doubled K is CDNA4's", "gfx942", (*DOUBLED[4], "gfx942", "", {})),
+        pytest.param("gfx942", PLAIN[9], {"blgp": 1}, id="an f16 form of one block takes no blgp"),
+        pytest.param("gfx942", PLAIN[4], {"cbsz": 1}, id="no broadcast within one block"),
+        pytest.param("gfx942", PLAIN[1], {"cbsz": 3}, id="more blocks than there are"),
+        pytest.param("gfx950", ("mfma.f32.16x16x8.xf32", 16, 8, 1, "xf32", "vector<2xf32>"), {}, id="xf32 is CDNA3's"),
+        pytest.param("gfx942", DOUBLED[4], {}, id="doubled K is CDNA4's"),
     ],
 )
-def test_what_an_arch_does_not_have_raises(name: str, arch: str, row: tuple) -> None:
-    *rest, b, modifiers = row
+def test_what_an_arch_does_not_have_raises(arch: str, row: Row, modifiers: dict) -> None:
     with pytest.raises(UnknownOperation, match=r"mfma"):
-        program(mfma(*rest, b, **modifiers))
+        program(mfma(row, arch, **modifiers))
 
 
 def test_sparse_forms_raise() -> None:

@@ -400,7 +400,7 @@ def test_negated_and_cleared_signs_reach_nan_and_zero() -> None:
 
 
 def test_integers_wrap_unless_clamped() -> None:
-    f = mfma("mfma.i32.16x16x32.i8", 16, 32, 1, "i8", "i64", "gfx942")
+    f = mfma(("mfma.i32.16x16x32.i8", 16, 32, 1, "i8", "i64"), "gfx942")
     c = np.full((1, 16, 16), 2.0**31 - 1)
     one = np.zeros((1, 16, 32), np.uint8)
     one[..., 0] = 1
