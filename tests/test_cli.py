@@ -32,7 +32,9 @@ def words(result) -> str:
     return " ".join(result.output.split())
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["check"], ["doctor"], ["explain"], ["bench"], ["bench", "sim"]])
+@pytest.mark.parametrize(
+    "command", [[], ["demo"], ["check"], ["doctor"], ["explain"], ["sim"], ["bench"], ["bench", "sim"]]
+)
 def test_every_command_has_help(command):
     result = invoke(*command, "--help")
     assert result.exit_code == 0

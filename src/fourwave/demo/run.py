@@ -66,7 +66,7 @@ class DemoResult:
 
 
 def choose_backend(requested: str) -> tuple[str, str]:
-    """(backend, why). "auto" means kernels on a GPU where a backend has them, else the simulated gfx950 kernel.
+    """(backend, why). "auto" means the AMD kernels, on a GPU where there is one for them, else simulated for gfx950.
 
     Raises ValueError for an unknown name, BackendUnavailable for a named backend that cannot run here.
     """
@@ -75,10 +75,9 @@ def choose_backend(requested: str) -> tuple[str, str]:
         if reason := backend.unavailable():
             raise BackendUnavailable(f"backend {requested!r} was asked for and cannot run here: {reason}")
         return backend.name, "asked for"
-    for name in filter(on_gpu, registry.names()):
-        if registry.get(name).unavailable() is None:
-            return name, "its GPU is here"
-    return "sim:gfx950", "no GPU that the kernels run on; fourwave doctor says more"
+    if registry.get("flydsl").unavailable() is None:
+        return "flydsl", "its GPU is here"
+    return "sim:gfx950", "no GPU that the AMD kernels run on; fourwave doctor says more"
 
 
 def on_gpu(backend: str) -> bool:
