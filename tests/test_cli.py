@@ -140,7 +140,7 @@ def test_explain_a_simulated_backend_names_kernel_and_config():
         (["gemm", "1", "2", "3", "--backend", "nonsense"], "nonsense"),
         (["gemm", "1", "2", "3", "--arch", "gfx950"], "--arch goes with --isa"),
         (["gemm", "--isa", "--arch", "gfx90a"], "choose from gfx950, gfx942"),
-        (["gemm", "--isa", "--dtype", "fp32"], "bfloat16 and float16"),
+        (["gemm", "--isa", "--dtype", "fp32"], "operands are torch.float32"),
     ],
 )
 def test_explain_refuses_what_it_cannot_answer(arguments, said):
