@@ -360,3 +360,47 @@ def test_examples_are_all_tested():
     names = {p.stem.removesuffix("_fixed") for p in EXAMPLES.glob("*.py")}
     assert names == {name for name, *_ in BUGS}
     assert all((EXAMPLES / f"{name}_fixed.py").exists() for name in names)
+
+
+# Coverage
+
+
+def test_coverage_tells_the_archs_apart():
+    from fourwave.sim.coverage import operations
+
+    archs = {o.name: o.archs for o in operations()}
+    assert archs["rocdl.mfma.scale.f32.16x16x128.f8f6f4"] == ("gfx950",)
+    assert archs["rocdl.mfma.f32.16x16x8.xf32"] == ("gfx942",)
+    assert archs["rocdl.mfma.f32.16x16x16f16"] == ("gfx942", "gfx950")
+    assert archs["rocdl.wmma.f32.16x16x32.bf16"] == ("gfx1250",)
+    assert archs["rocdl.s.waitcnt"] == ("gfx942", "gfx950")
+    assert archs["llvm.add"] == sim.ARCHS
+
+
+def test_what_is_lowered_is_recorded(tmp_path):
+    from fourwave.sim.coverage import operations, recording
+    from fourwave.sim.lowering import HANDLERS
+
+    before = dict(HANDLERS)
+    seen: set[tuple[str, str]] = set()
+    with recording(lambda name, arch: seen.add((name, arch))):
+        sim.run(load(launcher(tmp_path, True)).reverse, torch.arange(256.0), torch.empty(256), arch="gfx942")
+    assert before == HANDLERS
+    assert {("llvm.load", "gfx942"), ("llvm.store", "gfx942"), ("rocdl.s.barrier", "gfx942")} <= seen
+    assert {arch for _, arch in seen} == {"gfx942"}
+
+    record = tmp_path / "handled.json"
+    record.write_text(json.dumps({"llvm.load": {"gfx942": ["test_a.py"]}}))
+    (load_operation,) = [o for o in operations(record) if o.name == "llvm.load"]
+    assert load_operation.tests == {"gfx942": ("test_a.py",)}
+
+
+def test_doctor_lists_what_the_simulator_handles(tmp_path):
+    from fourwave.sim.lowering import HANDLERS
+
+    path = tmp_path / "doctor.json"
+    result = CliRunner().invoke(app, ["doctor", "--sim", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    listed = {o["name"] for o in json.loads(path.read_text())["operations"]}
+    assert listed >= set(HANDLERS)
+    assert "rocdl.mfma.scale.f32.16x16x128.f8f6f4" in result.output and "operations handled" in result.output

@@ -105,11 +105,19 @@ def check(
 
 
 @app.command()
-def doctor(json: JsonFile = None) -> None:
+def doctor(
+    sim: Annotated[
+        bool, typer.Option("--sim", help="List what the simulator handles on each arch, and which tests cover it.")
+    ] = False,
+    json: JsonFile = None,
+) -> None:
     """Say what is installed, which devices there are, and which backends can run here and why others cannot."""
-    from fourwave.cli.doctor import run_doctor
+    from fourwave.cli.doctor import run_doctor, run_doctor_sim
 
-    run_doctor(json)
+    if sim:
+        run_doctor_sim(json)
+    else:
+        run_doctor(json)
 
 
 @app.command()

@@ -5,6 +5,7 @@ Reports and never raises: whatever a part throws while it is asked becomes that 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
@@ -124,6 +125,45 @@ def simulator() -> str:
 
     reason = sim.unavailable()
     return "ready" if reason is None else f"cannot run: {reason}"
+
+
+def run_doctor_sim(json: Path | None) -> None:
+    """List every operation the simulator has a handler for: on which arch, and the tests that lower it there."""
+    from fourwave.sim import ARCHS
+    from fourwave.sim.coverage import find_record, operations
+
+    console = out.stdout()
+    handled = operations()
+    recorded = find_record() is not None
+    groups = list(dict.fromkeys(operation.group for operation in handled))
+    for group in groups:
+        table = out.table()
+        table.add_column("operation", no_wrap=True)
+        for arch in ARCHS:
+            table.add_column(arch, justify="center")
+        table.add_column("tests")
+        for operation in (o for o in handled if o.group == group):
+            marks = [
+                "tested" if arch in operation.tests else "yes" if arch in operation.archs else "" for arch in ARCHS
+            ]
+            tests = sorted({file for files in operation.tests.values() for file in files})
+            table.add_row(
+                escape(operation.name), *marks, ", ".join(t.removeprefix("test_").removesuffix(".py") for t in tests)
+            )
+        out.show(console, table, group)
+    table = out.table()
+    for heading in ("", *ARCHS):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, count in (
+        ("operations handled", lambda arch: sum(arch in o.archs for o in handled)),
+        ("  of them lowered by a test for this arch", lambda arch: sum(arch in o.tests for o in handled)),
+    ):
+        table.add_row(name, *(str(count(arch)) for arch in ARCHS))
+    out.show(console, table, "In all")
+    if not recorded:
+        console.print("Which tests lower them is recorded in a checkout only (tests/sim/handled.json).")
+    if json:
+        out.write_json(json, {"operations": [dataclasses.asdict(operation) for operation in handled]})
 
 
 def default_backend() -> str:
