@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,3 +37,31 @@ def target(request: pytest.FixtureRequest) -> Target:
     if target.device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no GPU")
     return target
+
+
+_handled: dict[str, dict[str, set[str]]] = {}  # the simulator's operations: name -> arch -> test files that lower it
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--handled",
+        metavar="FILE",
+        help="record which operations the tests simulate, for `fourwave doctor --sim`; without -n",
+    )
+
+
+@pytest.fixture(autouse=True)
+def _record_operations(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.config.getoption("--handled"):
+        yield
+        return
+    from fourwave.sim.coverage import recording
+
+    with recording(lambda name, arch: _handled.setdefault(name, {}).setdefault(arch, set()).add(request.path.name)):
+        yield
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if path := session.config.getoption("--handled"):
+        record = {name: {a: sorted(f) for a, f in sorted(archs.items())} for name, archs in sorted(_handled.items())}
+        Path(path).write_text(json.dumps(record, indent=0) + "\n", encoding="utf-8")
