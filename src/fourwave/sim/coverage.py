@@ -94,7 +94,8 @@ def recording(note: Callable[[str, str], None]) -> Iterator[None]:
         @functools.wraps(handler)
         def handle(k: Any, o: Any) -> Any:
             result = handler(k, o)
-            note(name, k.arch)
+            if not isinstance(k, _Probe):
+                note(name, k.arch)
             return result
 
         return handle
