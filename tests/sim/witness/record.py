@@ -22,6 +22,7 @@ from test_matrix import FORMS, SPELLED  # noqa: E402
 
 RECORDS, MODULES = HERE / "records.json", HERE / "modules.json.xz"
 DOCS = HERE.parents[2] / "docs" / "simulator_witnesses.md"
+KERNELS = {"dot": "tl.dot", "dot_scaled": "tl.dot_scaled", "dot_tdm": "tl.dot on descriptors", "gluon_scaled": "Gluon"}
 BEGIN, END = "<!-- table: tests/sim/witness/record.py -->", "<!-- end of table -->"
 
 
@@ -72,8 +73,8 @@ def table(records: dict) -> str:
     rows = ["| arch | instruction | Triton kernels | AMD's calculator | read from layout.h |", "|---|---|---|---|---|"]
     for arch, operation in operations():
         triton = records["triton"].get(f"{arch} {operation}", [])
-        shapes = sorted({re.search(r"-(dot_scaled|dot)-", c)[1] for c in triton})  # type: ignore[index]
-        kernels = f"{len(triton)} ({', '.join(f'tl.{s}' for s in shapes)})" if triton else "-"
+        shapes = sorted({KERNELS[c.split("-")[1]] for c in triton})
+        kernels = f"{len(triton)} ({', '.join(shapes)})" if triton else "-"
         calculator = "every element" if arch == "gfx942" and operation in records["calculator"] else "-"
         reading = "-" if arch == "gfx942" and calculator != "-" else "yes"
         rows.append(f"| {arch} | `{operation}` | {kernels} | {calculator} | {reading} |")

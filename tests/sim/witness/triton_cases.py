@@ -59,6 +59,14 @@ def cases() -> Iterator[dict]:
             yield case("dot", arch, "f16", "f16", (32, 64, 128), 1, nonkdim, stored)
         for nonkdim, x, y in itertools.product((16, 32), ("fp8", "bf8"), ("fp8", "bf8")):
             yield case("dot", arch, x + tail, y + tail, (64, 64, 64), 4, nonkdim)
+    # small steps of k: the forms that gfx950 shares with gfx942
+    yield from (case("dot", arch, "f64", "f64", (32, 32, 16), 1, 16) for arch in ("gfx942", "gfx950"))
+    yield from (case("dot", "gfx950", e, e, (64, 64, 16), 4, 16, steps=4) for e in ("f16", "bf16"))
+    yield from (
+        case("dot", "gfx950", x, y, (64, 64, 32), 4, 32, steps=4) for x in ("fp8", "bf8") for y in ("fp8", "bf8")
+    )
+    yield case("dot", "gfx950", "i8", "i8", (64, 64, 32), 4, 16, steps=4)
+    yield case("dot", "gfx950", "i8", "i8", (64, 64, 16), 4, 32, steps=4)
     for nonkdim, x, y in itertools.product((16, 32), ("fp8", "bf8", "fp4"), ("fp8", "bf8", "fp4")):
         yield case("dot_scaled", "gfx950", x, y, (64, 64, 128), 4, nonkdim)
         yield case("dot_scaled", "gfx950", x, y, (32, 128, 256), 2, nonkdim)
@@ -70,20 +78,25 @@ def cases() -> Iterator[dict]:
     for x, y in itertools.product(("fp8", "bf8", "fp4"), ("fp8", "bf8", "fp4")):
         yield case("dot_scaled", "gfx1250", x, y, (64, 64, 128), 4)
         yield case("dot_scaled", "gfx1250", x, y, (32, 64, 256), 2)
+    for x, y, swapped in itertools.product(("fp8", "bf8", "fp4"), ("fp8", "bf8", "fp4"), (True, False)):
+        yield case("gluon_scaled", "gfx1250", x, y, (64, 64, 128), 4, block=16, instr_m=16, transposed=swapped)
+    for block, swapped in itertools.product((32, 16), (True, False)):
+        yield case(
+            "gluon_scaled", "gfx1250", "fp4", "fp4", (64, 64, 128), 4, block=block, instr_m=32, transposed=swapped
+        )
+    for tile, warps in (((64, 64, 64), 4), ((32, 128, 32), 2)):
+        yield case("dot_tdm", "gfx1250", "f16", "f16", tile, warps)
+        yield case("dot_tdm", "gfx1250", "f16", "f16", tile, warps, tails=1)  # the last tile hangs over in m, n and k
+        yield case("dot_tdm", "gfx1250", "bf16", "bf16", tile, warps, 0, "kn")
+    yield case("dot_tdm", "gfx1250", "fp8", "bf8", (64, 64, 128), 4)
 
 
 # One of each instruction: what the committed modules hold.
 def chosen() -> Iterator[dict]:
     seen = set()
     for c in cases():
-        key = (
-            c["arch"],
-            c["kernel"],
-            c["a"],
-            c["b"],
-            c["nonkdim"],
-            c["tile_k"] if c["arch"] == "gfx1250" and c["kernel"] == "dot" else 0,
-        )
+        depth = c["tile_k"] if c["kernel"] == "dot" and (c["arch"] == "gfx1250" or c["k"] == 4 * c["tile_k"]) else 0
+        key = (c["arch"], c["kernel"], c["a"], c["b"], c["nonkdim"], depth, c.get("block"), c.get("instr_m"))
         if key not in seen:
             seen.add(key)
             yield c
@@ -146,6 +159,8 @@ def run_case(c: dict, line: dict, grid: tuple[int, int] = (2, 2), seed: int = 0,
 
     rng = np.random.default_rng(seed)
     m, n, k = c["tile_m"] * grid[0], c["tile_n"] * grid[1], c["k"]
+    if c.get("tails"):
+        m, n, k = m - 5, n - 16, k - 16
     a, b = operand(rng, c["a"], m, k), operand(rng, c["b"], n, k)
     va, vb = a.astype(np.float64), b.astype(np.float64)
     integer = c["a"] == "i8"
@@ -158,15 +173,18 @@ def run_case(c: dict, line: dict, grid: tuple[int, int] = (2, 2), seed: int = 0,
     if c["b"] == "fp4":
         stored_b = pack_fp4(b)
     arguments: list[Any]
-    if c["kernel"] == "dot_scaled":
-        sa, sb = (rng.integers(119, 136, (rows, k // 32)).astype(np.uint8) for rows in (m, n))
-        va = va * np.repeat(2.0 ** (sa.astype(float) - 127), 32, axis=1)
-        vb = vb * np.repeat(2.0 ** (sb.astype(float) - 127), 32, axis=1)
-        arguments = [stored_a, stored_b, out, sa, sb, k, stored_a.shape[1], stored_b.shape[1], n, k // 32, k // 32]
+    if c["kernel"] in ("dot_scaled", "gluon_scaled"):
+        per = c.get("block", 32)
+        sa, sb = (rng.integers(119, 136, (rows, k // per)).astype(np.uint8) for rows in (m, n))
+        va = va * np.repeat(2.0 ** (sa.astype(float) - 127), per, axis=1)
+        vb = vb * np.repeat(2.0 ** (sb.astype(float) - 127), per, axis=1)
+        arguments = [stored_a, stored_b, out, sa, sb, k, stored_a.shape[1], stored_b.shape[1], n, k // per, k // per]
     else:
         if c["b_stored"] == "kn":
             stored_b = np.ascontiguousarray(b.T)
         arguments = [stored_a, stored_b, out, k, stored_a.shape[1], stored_b.shape[1], n]
+        if c["kernel"] == "dot_tdm":
+            arguments[3:3] = [m, n]
     if ".xf32" in line["text"]:  # operands are cut to 10 mantissa bits
         va, vb = (
             np.ascontiguousarray(v.astype(np.float32).view(np.uint32) & 0xFFFFE000).view(np.float32).astype(np.float64)
