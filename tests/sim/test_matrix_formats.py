@@ -71,7 +71,7 @@ def test_every_16_bit_code(arch: str) -> None:
         ("mfma.f32.32x32x8bf16.1k", "bf16", ml_dtypes.bfloat16),
     ):
         f = form(arch, name, element, element)
-        codes = np.arange(65536, dtype=np.uint16).reshape(-1, 1, 32)[:: 13 if arch == "gfx950" else 3]
+        codes = np.arange(65536, dtype=np.uint16).reshape(-1, 1, 32)[:: 13 if arch == "gfx950" else 7]
         for row in codes:
             a, b = np.zeros((1, 32, 8), np.uint16), np.zeros((1, 32, 8), np.uint16)
             a[0, :, 3] = row
