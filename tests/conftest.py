@@ -64,4 +64,5 @@ def _record_operations(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if path := session.config.getoption("--handled"):
         record = {name: {a: sorted(f) for a, f in sorted(archs.items())} for name, archs in sorted(_handled.items())}
-        Path(path).write_text(json.dumps(record, indent=0) + "\n", encoding="utf-8")
+        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(archs)}" for name, archs in record.items())
+        Path(path).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")

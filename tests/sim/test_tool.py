@@ -75,6 +75,15 @@ def test_the_process_is_as_before():
     assert not torch.zeros(1).is_cuda and type(torch.zeros(1)) is torch.Tensor
 
 
+def test_a_kernel_must_not_touch_host_tensors(tmp_path):
+    script = tmp_path / "host.py"
+    script.write_text(
+        LAUNCHER.replace("BARRIER", "fx.gpu.barrier()") + "reverse(torch.rand(256).cuda(), torch.empty(256))\n"
+    )
+    _, report = run_script(script, [])
+    assert {(f.kind, f.message.split()[0]) for f in report.findings} == {("memory", "writes")}, report
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [("pass", 0), ("raise SystemExit", 0), ("raise SystemExit(7)", 7), ("raise SystemExit('why')", 1)],

@@ -231,6 +231,8 @@ class Generator(metaclass=_AnyGenerator):
 @contextlib.contextmanager
 def served_on_cpu(arch: str) -> Iterator[None]:
     """Serve device="cuda" on the CPU for the block, as a GPU of `arch`."""
+    from . import flydsl_hook
+
     stream = Stream()
     properties = types.SimpleNamespace(
         name=f"simulated {arch}", gcnArchName=arch, multi_processor_count=_COMPUTE_UNITS[arch], total_memory=1 << 38,
@@ -266,7 +268,14 @@ def served_on_cpu(arch: str) -> Iterator[None]:
         result = from_dlpack(tensor, *args, **kwargs)
         return _on_gpu(result) if isinstance(tensor, DeviceTensor) else result
 
+    def ranges(value: Any) -> list[tuple[int, int]]:
+        """A host tensor is not among the memory that a GPU's kernel may touch."""
+        tensor = value if isinstance(value, torch.Tensor) else getattr(value, "torch_tensor", None)
+        return [] if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DeviceTensor) else all_ranges(value)
+
+    all_ranges = flydsl_hook._ranges
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(flydsl_hook, "_ranges", ranges))
         for name, value in replaced.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         for name, value in accelerator.items():
