@@ -54,6 +54,7 @@ def overflow(fmt: str) -> int | None:
     return {"bf8": 0x7C, "fp6": 0x1F, "bf6": 0x1F, "fp4": 7}.get(fmt)
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def nearest(x: Fraction, fmt: str) -> int | None:
     """Code of a magnitude, nearest even; None: NaN."""
     values, codes = ladder(fmt)
@@ -100,7 +101,6 @@ def signed(code: int | None, negative: bool, fmt: str) -> int | None:
     return code | 1 << (FORMATS[fmt][1] - 1)
 
 
-@functools.lru_cache(maxsize=1 << 16)
 def expect(value: float, fmt: str, scale_exponent: int = 0, seed: int | None = None, source: str = "f32") -> int | None:
     """Code of value / 2^scale_exponent; None: NaN."""
     negative = math.copysign(1, value) < 0
