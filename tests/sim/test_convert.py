@@ -2,12 +2,15 @@
 
 Sources
   Values of the codes: OCP FP8 1.0 and OCP MX 1.0, as ml_dtypes has them; fnuz: CDNA3 ISA guide, ml_dtypes likewise.
-  Nearest even and stochastic rounding, saturation: CDNA3 and CDNA4 ISA guides, V_CVT_PK_FP8_F32, V_CVT_SR_FP8_F32 ("stochastic rounding using seed data
-  from the second input"); AMD's host model in HIP, amd_hip_ocp_host.hpp (from_float, from_float_sr), restated on exact rationals below.
-  Overflow: MODE.FP16_OVFL = 0, which amdhsa kernels start with; HIP and Composable Kernel clamp before they convert for that reason. fp6 and fp4 saturate.
-  Scales: the exponent of a float32 (CDNA4: "using the exponent provided by the ... single-precision float input"); packing divides, unpacking
-  multiplies, the six-bit stream is little-endian, 2xpk16 interleaves its sources: AMD's FPSan tests, which say gfx950 showed so.
-Silent, so any will do here: a NaN's payload; what NaN becomes in fp6 and fp4 (HIP's header says the largest, rocjitsu zero).
+  Nearest even and stochastic rounding, saturation: CDNA3 and CDNA4 ISA guides, V_CVT_PK_FP8_F32, V_CVT_SR_FP8_F32
+  ("stochastic rounding using seed data from the second input"); AMD's host model in HIP, amd_hip_ocp_host.hpp
+  (from_float, from_float_sr), restated on exact rationals below. Overflow: MODE.FP16_OVFL = 0, which amdhsa kernels
+  start with; HIP and Composable Kernel clamp before they convert for that reason. fp6 and fp4 saturate. Scales: the
+  exponent of a float32 (CDNA4: "using the exponent provided by the ... single-precision float input"); packing divides,
+  unpacking multiplies, the six-bit stream is little-endian, 2xpk16 interleaves its sources: AMD's FPSan tests, which
+  say gfx950 showed so.
+Silent, so any will do here: a NaN's payload; what NaN becomes in fp6 and fp4 (HIP's header says the largest, rocjitsu
+zero).
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ def nearest(x: Fraction, fmt: str) -> int | None:
 
 
 def stochastic(x: Fraction, fmt: str, seed: int, source_mantissa: int) -> int | None:
-    """from_float_sr of HIP's header: the source's mantissa, shifted and cut for a result below the normal range, plus the seed's highest bits."""
+    """from_float_sr of HIP's header: the source's mantissa, shifted and cut for a result below the normal range, plus
+    the seed's highest bits."""
     _, _, mantissa, least, most = FORMATS[fmt]
     e = math.floor(math.log2(x)) if x else least
     while Fraction(2) ** e > x:
@@ -124,7 +128,8 @@ def assert_codes(got: np.ndarray, want: list[int | None], fmt: str, values: np.n
 
 
 def interesting(fmt: str, source: str = "f32", scale: int = 0) -> np.ndarray:
-    """Every value of the format, the middles between neighbours and what lies just beside them, special values, random ones."""
+    """Every value of the format, the middles between neighbours and what lies just beside them, special values, random
+    ones."""
     rng = np.random.default_rng(3)
     values, _ = ladder(fmt)
     edges = [

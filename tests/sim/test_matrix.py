@@ -1,13 +1,15 @@
-"""Every matrix instruction: random operands spread over the lanes by layouts written down here, against exact integer or float64 products.
+"""Every matrix instruction: random operands spread over the lanes by layouts written down here, against exact integer
+or float64 products.
 
 Layouts, none of them taken from the simulator
-  wave64  AMD's matrix instruction calculator (ROCm/amd_matrix_instruction_calculator, matrix_calculator.py, class InstCalcGfx9: input and output
-          register and lane, CBSZ and ABID, BLGP), which covers CDNA3; witness/calculator.py runs it against the functions below.
-          For gfx950's doubled K and f8f6f4: ROCm/rocm-systems, emulation/rocjitsu, mma/layout.h (input_loc), and the Triton kernels
-          of witness/triton_cases.py.
-  wave32  mma/layout.h there (wmma_input_loc, wmma_block_scaled_input_loc, wmma_output_loc_32 and _16), and the same Triton kernels.
-Values  ml_dtypes' tables of the formats. Operands are small multiples of a power of two and scales near one, so every sum is exact in fp32 in
-        any order; the order itself is stated nowhere but for what test_chain_* cite.
+  wave64  AMD's matrix instruction calculator (ROCm/amd_matrix_instruction_calculator, class InstCalcGfx9: register and
+          lane of inputs and outputs, CBSZ and ABID, BLGP), which covers CDNA3; witness/calculator.py runs it against the
+          functions below. For gfx950's doubled K and f8f6f4: ROCm/rocm-systems, emulation/rocjitsu, mma/layout.h
+          (input_loc), and the Triton kernels of witness/triton_cases.py.
+  wave32  mma/layout.h there (wmma_input_loc, wmma_block_scaled_input_loc, wmma_output_loc_32 and _16), and the same
+          Triton kernels.
+Values  ml_dtypes' tables of the formats. Operands are small multiples of a power of two and scales near one, so every
+        sum is exact in fp32 in any order; order and rounding: test_matrix_formats.py.
 """
 
 from __future__ import annotations
@@ -110,7 +112,8 @@ class Form:
         return block % per_register * self.n + i // height % rows * per_register * self.n + j, element
 
     def scale_lane(self, side: str, i: int, block: int) -> tuple[int, int]:
-        """Lane and byte of the scale of row i, K block `block`. gfx950: the byte is opsel's and the lane that of the K block's data."""
+        """Lane and byte of the scale of row i, K block `block`. gfx950: the byte is opsel's and the lane that of the K
+        block's data."""
         if self.wave == 64:
             return i + self.m * block, self.modifiers.get(f"opsel{side.upper()}", 0)
         half = self.modifiers.get(f"scale{side.upper()}Type", 0)

@@ -1,14 +1,15 @@
-"""What a matrix instruction makes of single codes, scales and sums: every code of every format, e8m0's corners, order and rounding.
+"""What a matrix instruction makes of single codes, scales and sums: every code of every format, e8m0's corners, order
+and rounding.
 
 Sources
-  Codes: ml_dtypes (OCP FP8 1.0, OCP MX 1.0; fnuz: CDNA3 ISA guide). Which arch reads which: CDNA3 and CDNA4 ISA guides, gfx1250: LLVM.
-  e8m0: OCP MX 1.0, section 5.4.1: 2^(code - 127), 255 is NaN; 0 is 2^-127, not zero.
+  Codes: ml_dtypes (OCP FP8 1.0, OCP MX 1.0; fnuz: CDNA3 ISA guide). Which arch reads which: CDNA3 and CDNA4 ISA guides,
+  gfx1250: LLVM. e8m0: OCP MX 1.0, section 5.4.1: 2^(code - 127), 255 is NaN; 0 is 2^-127, not zero.
   E5M3 and E4M3 scales of gfx1250: LLVM names them; values as rocjitsu's data_types.h.
-  Literal zeros for both scales mean the unscaled instruction: LLVM's selection; FlyDSL and Triton rely on it.
-  Order and rounding: MMA-Sim (arXiv 2511.10909, github.com/microsoft/MMA-Sim, simulator/amd.py) for CDNA3's f32 and f64 forms: a chain of fused
-  multiply-adds, k ascending, subnormals kept; xf32: operands cut to 10 mantissa bits, then, as f16, bf16 and 8-bit forms, groups of k
-  summed at once, see fused(). gfx950 and gfx1250: silent; those tests only pin what the simulator
-  does, and say so in their names.
+  Literal zeros for both scales mean the unscaled instruction: llc 22 selects it, whatever opsel says.
+  Order and rounding: MMA-Sim (arXiv 2511.10909, github.com/microsoft/MMA-Sim, simulator/amd.py) for CDNA3's f32 and f64
+  forms: a chain of fused multiply-adds, k ascending, subnormals kept; xf32: operands cut to 10 mantissa bits, then, as
+  f16, bf16 and 8-bit forms, groups of k summed at once, see fused(). gfx950 and gfx1250: silent; those tests only pin
+  what the simulator does, and say so in their names.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ SCALED = [
 @pytest.mark.parametrize(("arch", "name"), SCALED)
 @pytest.mark.parametrize("side", ["s", "t"])
 def test_every_e8m0_code(arch: str, name: str, side: str) -> None:
-    """One times one, with a scale of each code on one side and its opposite on the other, so that the product is finite: also 2^-127 and 2^127."""
+    """One times one, with a scale of each code on one side and its opposite on the other, so that the product is
+    finite: also 2^-127 and 2^127."""
     f = form(arch, name, "fp8", "fp8")
     one = int(codes_of(np.ones(1), "fp8")[0])
     a, b = np.zeros((1, f.m, f.k), np.uint8), np.zeros((1, f.n, f.k), np.uint8)
@@ -236,7 +238,8 @@ GROUP = {"f16": 8, "bf16": 8, "xf32": 4, "fp8_fnuz": 16, "bf8_fnuz": 16}
 
 
 def parts(x: float, least: int) -> tuple[Fraction, int]:
-    """MMA-Sim's extract_significand_exponent: 1 <= |significand| < 2, below the format's least exponent less; zero has exponent -126."""
+    """MMA-Sim's extract_significand_exponent: 1 <= |significand| < 2, below the format's least exponent less; zero has
+    exponent -126."""
     if x == 0:
         return Fraction(0), -126
     e = max(int(np.frexp(x)[1]) - 1, least)
@@ -258,7 +261,8 @@ def sum_products(terms: list[tuple[Fraction, int]]) -> tuple[Fraction, int]:
 
 
 def fused(a: np.ndarray, b: np.ndarray, c: float, x: str, y: str) -> Any:
-    """MMA-Sim's amd_fused_dot_rd_add, simulator/arithmetic.py, over the groups of its mfma class, simulator/amd.py, for CDNA3."""
+    """MMA-Sim's amd_fused_dot_rd_add, simulator/arithmetic.py, over the groups of its mfma class, simulator/amd.py, for
+    CDNA3."""
     acc = np.float32(c)
     eight = x.endswith("fnuz")
     for first in range(0, len(a), GROUP[x]):

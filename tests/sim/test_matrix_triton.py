@@ -1,7 +1,8 @@
-"""Triton's kernels in the simulator, against float64: an independent witness of the matrix instructions' layouts (docs/simulator_witnesses.md).
+"""Triton's kernels in the simulator, against float64: an independent witness of the matrix instructions' layouts
+(docs/simulator_witnesses.md).
 
-The committed modules were compiled by Triton 3.9.0 (witness/record.py). Where Triton can be imported, or TRITON_PYTHON names an interpreter that has it,
-they are compiled anew as well.
+The committed modules were compiled by Triton 3.9.0 (witness/record.py). Where Triton can be imported, or TRITON_PYTHON
+names an interpreter that has it, they are compiled anew as well.
 """
 
 from __future__ import annotations

@@ -53,10 +53,10 @@ static inline u32 float_to_bfloat(u32 x) {
 }
 
 /* ---- formats of matrix operands and conversions ----
- * OCP: "OCP 8-bit Floating Point Specification" 1.0 (e4m3fn, e5m2) and "OCP Microscaling Formats (MX)" 1.0 (fp6 e2m3 and e3m2, fp4 e2m1,
- * e8m0). The fnuz pair has a bias larger by one, no infinity, no negative zero and one NaN, code 0x80 (CDNA3 ISA guide, section on FP8 and
- * BF8 formats). E5M3 is gfx1250's unsigned scale format: LLVM's AMDGPU backend names it, rocjitsu's data_types.h gives bias 15 and NaN 0xff.
- * The order is that of FORMATS in lowering/matrix.py.
+ * OCP: "OCP 8-bit Floating Point Specification" 1.0 (e4m3fn, e5m2) and "OCP Microscaling Formats (MX)" 1.0 (fp6 e2m3
+ * and e3m2, fp4 e2m1, e8m0). The fnuz pair has a bias larger by one, no infinity, no negative zero and one NaN, code
+ * 0x80 (CDNA3 ISA guide, section on FP8 and BF8 formats). E5M3 is gfx1250's unsigned scale format: LLVM's AMDGPU
+ * backend names it, rocjitsu's data_types.h gives bias 15 and NaN 0xff. The order is that of FORMATS in lowering/matrix.py.
  */
 enum { T_F32, T_F16, T_BF16, T_FP8, T_BF8, T_FP6, T_BF6, T_FP4, T_FP8_FNUZ, T_BF8_FNUZ, T_E5M3, T_E8M0, T_XF32, T_F64, T_I8, T_U8, T_I4, T_U4,
        T_I32, T_FORMATS };
@@ -98,12 +98,13 @@ __attribute__((constructor)) static void fill_small_values(void) {
         for (u32 code = 0; code < 1u << formats[format].bits; code++) small_values[format][code] = (float)decode_small(format, code);
 }
 
-/* x in a format, rounded once to nearest even, or stochastically: the discarded bits, as many as the source's mantissa is longer than the
- * result's, plus as many of the seed's highest, and a carry rounds up. For a result below the normal range the source is shifted, and cut
- * there, first. A magnitude past the largest becomes the format's NaN or infinity, as with MODE.FP16_OVFL = 0 (fp4 and fp6 have neither and
- * saturate). Sources: CDNA3 and CDNA4 ISA guides, V_CVT_PK_FP8_F32, V_CVT_SR_FP8_F32; AMD's host model of the conversions, HIP's
- * amd_hip_ocp_host.hpp (from_float, from_float_sr). They are silent, or not of one mind, on what NaN becomes in fp4 and fp6 (here: the
- * largest, as HIP's header) and on a NaN's payload. */
+/* x in a format, rounded once to nearest even, or stochastically: the discarded bits, as many as the source's mantissa
+ * is longer than the result's, plus as many of the seed's highest, and a carry rounds up. For a result below the normal
+ * range the source is shifted, and cut there, first. A magnitude past the largest becomes the format's NaN or infinity,
+ * as with MODE.FP16_OVFL = 0 (fp4 and fp6 have neither and saturate). Sources: CDNA3 and CDNA4 ISA guides,
+ * V_CVT_PK_FP8_F32, V_CVT_SR_FP8_F32; AMD's host model of the conversions, HIP's amd_hip_ocp_host.hpp (from_float,
+ * from_float_sr). They are silent, or not of one mind, on what NaN becomes in fp4 and fp6 (here: the largest, as HIP's
+ * header) and on a NaN's payload. */
 static u32 encode_small(double x, int format, int stochastic, u32 seed, int source_mantissa) {
     const Format *f = &formats[format];
     int fnuz = format == T_FP8_FNUZ || format == T_BF8_FNUZ;
@@ -132,7 +133,8 @@ static u32 encode_small(double x, int format, int stochastic, u32 seed, int sour
     return fnuz && !code ? 0 : sign | code;
 }
 
-/* Round a + b, b any double, once to fp32: the double sum is made odd where it was inexact, which keeps the second rounding from seeing a tie. */
+/* Round a + b, b any double, once to fp32: the double sum is made odd where it was inexact, which keeps the second
+ * rounding from seeing a tie. */
 static inline float add_once(float a, double b) {
     double x = a, s = x + b, t = s - x, error = (x - (s - t)) + (b - t);
     if (error != 0 && !isinf(s) && s == s) {

@@ -4,18 +4,20 @@
 /* ---- the matrix unit ----
  * D = A B + C for one or more blocks. What an instruction is lies in struct Matrix, which lowering/matrix.py fills.
  *
- * A and B: a lane holds one row of A (column of B) and K / groups values of k, groups being the lanes that share a row. It holds them in
- * pieces of `chunk` consecutive k, piece by piece, the groups taking turns: element e of group g is k = (e / chunk * groups + g) * chunk
- * + e % chunk. Row r of block b in group g: lane r + rows * (b + blocks * g).
- * D, wave64: registers hold four rows at a time (float64: one), rows * columns / 64 registers a block; wave32: lane = column + 16 * (row / 8),
- * register = row % 8, 16-bit results two rows a register.
- * Sources: AMD CDNA3 ISA guide, chapter 7 (matrix arithmetic), and AMD's matrix instruction calculator for wave64; for CDNA4's doubled K and its
- * f8f6f4 forms, and for gfx1250, Triton's layouts and rocjitsu's mma/layout.h. docs/simulator_witnesses.md tells what confirms each one.
+ * A and B: a lane holds one row of A (column of B) and K / groups values of k, groups being the lanes that share a row.
+ * It holds them in pieces of `chunk` consecutive k, piece by piece, the groups taking turns: element e of group g is k
+ * = (e / chunk * groups + g) * chunk + e % chunk. Row r of block b in group g: lane r + rows * (b + blocks * g).
+ * D, wave64: registers hold four rows at a time (float64: one), rows * columns / 64 registers a block; wave32: lane =
+ * column + 16 * (row / 8), register = row % 8, 16-bit results two rows a register.
+ * Sources: AMD CDNA3 ISA guide, chapter 7 (matrix arithmetic), and AMD's matrix instruction calculator for wave64; for
+ * CDNA4's doubled K and its f8f6f4 forms, and for gfx1250, Triton's layouts and rocjitsu's mma/layout.h.
+ * docs/simulator_witnesses.md tells what confirms each one.
  *
- * Arithmetic. AMD's guides state neither the order of the sums nor their rounding. gfx942: as MMA-Sim found on the hardware (Xie et al., arXiv
- * 2511.10909): f32 and f64 forms are one fused multiply-add a k, k ascending, nearest even, subnormals kept; f16, bf16, xf32 and 8-bit forms
- * sum groups of k (struct Matrix's `fused`) aligned to the largest exponent and truncated, see multiply_fused. Nothing is published on gfx950 and
- * gfx1250: there all forms are computed as the chain.
+ * Arithmetic. AMD's guides state neither the order of the sums nor their rounding. gfx942: as MMA-Sim found on the
+ * hardware (Xie et al., arXiv 2511.10909): f32 and f64 forms are one fused multiply-add a k, k ascending, nearest even,
+ * subnormals kept; f16, bf16, xf32 and 8-bit forms sum groups of k (struct Matrix's `fused`) aligned to the largest
+ * exponent and truncated, see multiply_fused. Nothing is published on gfx950 and gfx1250: there all forms are computed
+ * as the chain.
  */
 typedef struct {
     i32 m, n, k, blocks;
@@ -38,8 +40,8 @@ typedef float v16 __attribute__((vector_size(64)));
 typedef u32 u16v __attribute__((vector_size(64)));
 typedef i32 i16v __attribute__((vector_size(64)));
 
-/* Sixteen codes of a float format with up to 16 bits as the bits of their fp32 values, without branches or tables: several times faster than
- * looking 8-bit codes up. tests/sim/test_matrix_formats.py holds it against tables of its own. */
+/* Sixteen codes of a float format with up to 16 bits as the bits of their fp32 values, without branches or tables:
+ * several times faster than looking 8-bit codes up. tests/sim/test_matrix_formats.py holds it against tables of its own. */
 static inline __attribute__((always_inline)) u16v widen(u16v code, const int bits, const int mantissa, const int bias, const u32 top, const int fnuz) {
     u16v sign = code >> (bits - 1) << 31, magnitude = code & ((1u << (bits - 1)) - 1);
     u16v normal = (magnitude << (23 - mantissa)) + ((u32)(127 - bias) << 23), subnormal;
@@ -138,11 +140,12 @@ static void multiply_f32(const float *a, const float *b, float *acc, int m, int 
         }
 }
 
-/* The fused sums of gfx942's f16, bf16, xf32 and 8-bit forms, by MMA-Sim's amd_fused_dot_rd_add (microsoft/MMA-Sim, simulator/arithmetic.py).
- * Every product is a significand and an exponent, the sum of its factors' (a subnormal has its format's least exponent; zero -126). In a group
- * of k, products are cut toward zero at 24 bits below the largest exponent and added; 8-bit formats do so for even and odd k apart, and cut the
- * two sums downward at 24 bits below the larger exponent. That sum, cut downward at 31 bits, and C, cut downward at 24 bits, below the larger of
- * their exponents (8-bit formats: C counts as zero more than 25 below) are added and rounded once, to nearest even. */
+/* The fused sums of gfx942's f16, bf16, xf32 and 8-bit forms, by MMA-Sim's amd_fused_dot_rd_add (microsoft/MMA-Sim,
+ * simulator/arithmetic.py). Every product is a significand and an exponent, the sum of its factors' (a subnormal has
+ * its format's least exponent; zero -126). In a group of k, products are cut toward zero at 24 bits below the largest
+ * exponent and added; 8-bit formats do so for even and odd k apart, and cut the two sums downward at 24 bits below the
+ * larger exponent. That sum, cut downward at 31 bits, and C, cut downward at 24 bits, below the larger of their
+ * exponents (8-bit formats: C counts as zero more than 25 below) are added and rounded once, to nearest even. */
 typedef struct { i32 exponent[MAX_OPERAND], significand[MAX_OPERAND]; } Parts; /* [k][row]; signed, an integer of mantissa + 1 bits */
 
 static int split_parts(Parts *to, const u32 *values, int count, int mantissa, int least) {

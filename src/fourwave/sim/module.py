@@ -1,4 +1,5 @@
-"""Runs the kernel of one module in the `llvm` and `rocdl` dialects: what Triton's AMD backend holds before LLVM IR, or hand-written text."""
+"""Runs the kernel of one module in the `llvm` and `rocdl` dialects: what Triton's AMD backend holds before LLVM IR, or
+hand-written text."""
 
 from __future__ import annotations
 
@@ -82,8 +83,8 @@ def run_module(
     """Run the module's one kernel on CPU memory.
 
     text        MLIR: a module with one defined `llvm.func`, directly or in a `gpu.module`
-    arguments   numpy arrays or CPU tensors for pointers (None: a null pointer), ints, floats. Trailing pointers that are not passed are null:
-                Triton appends two for scratch memory
+    arguments   numpy arrays or CPU tensors for pointers (None: a null pointer), ints, floats. Trailing pointers that
+                are not passed are null: Triton appends two for scratch memory
     grid, block workgroups and threads; an int is the x dimension
     shared      bytes of LDS that the module declares without a size (Triton: attribute ttg.shared)
     options     as fourwave.sim.session's: checks, completion, schedule, threads, workgroups, step_limit, ...

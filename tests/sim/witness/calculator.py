@@ -66,7 +66,8 @@ def compare(calculator: Any, form: Form, modifiers: tuple[int, int, int]) -> str
 
 
 def check(path: str) -> dict[str, str | None]:
-    """Operation -> None where all agrees, else the first difference; operations that the calculator does not have are left out."""
+    """Operation -> None where all agrees, else the first difference; operations that the calculator does not have are
+    left out."""
     module = load(path)
     results: dict[str, str | None] = {}
     for name, info in module.dict_insts["cdna3"].items():

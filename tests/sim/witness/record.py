@@ -1,6 +1,7 @@
-"""Runs the witnesses and writes down what each confirmed: records.json, modules.json.xz, and the table in docs/simulator_witnesses.md.
+"""Runs the witnesses and writes down what each confirmed: records.json, modules.json.xz, and the table in
+docs/simulator_witnesses.md.
 
-    python record.py --triton PYTHON      interpreter with triton==3.9.0: compile every case of triton_cases.py, run it in the simulator
+    python record.py --triton PYTHON      interpreter with triton==3.9.0: compile and simulate all of triton_cases.py
     python record.py --calculator FILE    AMD's matrix_calculator.py
     python record.py                      only write the table anew from records.json
 Run it with the interpreter that has FlyDSL. Triton takes some minutes.

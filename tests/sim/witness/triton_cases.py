@@ -1,7 +1,8 @@
 """Triton's kernels as an independent witness: the cases, and running a captured module in the simulator against float64.
 
-Triton's layouts were tested on hardware by their authors and owe nothing to this simulator. A case is confirmed only with random data, row scales
-that differ by decades, and for dot_scaled a random e8m0 scale per row and 32 k, so that a wrong row, column, k block or scale shows.
+Triton's layouts were tested on hardware by their authors and owe nothing to this simulator. A case is confirmed only
+with random data, row scales that differ by decades, and for dot_scaled a random e8m0 scale per row and 32 k, so that a
+wrong row, column, k block or scale shows.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ def pack_fp4(values: np.ndarray) -> np.ndarray:
 
 
 def run_case(c: dict, line: dict, grid: tuple[int, int] = (2, 2), seed: int = 0, **options: Any) -> float:
-    """Run a captured case; returns the largest error in units of its bound (K roundings of fp32). Fails on any finding of the checkers."""
+    """Run a captured case; returns the largest error in units of its bound (K roundings of fp32). Fails on any finding
+    of the checkers."""
     from fourwave.sim.module import run_module
 
     rng = np.random.default_rng(seed)

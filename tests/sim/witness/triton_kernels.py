@@ -1,10 +1,12 @@
-"""Compiles Triton kernels for AMD targets and prints, for each, the module in the llvm and rocdl dialects as it is just before LLVM IR.
+"""Compiles Triton kernels for AMD targets and prints, for each, the module in the llvm and rocdl dialects as it is just
+before LLVM IR.
 
 Run by an interpreter that has Triton (3.9.0 was used), never by the one that has FlyDSL:
     python triton_kernels.py < cases.json > modules.jsonl
-A case: {"id", "kernel": "dot" | "dot_scaled" | "dot_tdm" | "gluon_scaled", "arch", "a", "b", "m", "n", "tile_m", "tile_n", "tile_k", "k", "b_stored": "nk" | "kn", "warps",
-"nonkdim", "stages"}. A line of output: {"id", "text", "shared", "threads", "error"}.
-No GPU is needed: Triton's translation to LLVM IR is replaced by a function that keeps the module and stops.
+A case: {"id", "kernel": "dot" | "dot_scaled" | "dot_tdm" | "gluon_scaled", "arch", "a", "b", "m", "n", "tile_m",
+"tile_n", "tile_k", "k", "b_stored": "nk" | "kn", "warps", "nonkdim", "stages"}. A line of output: {"id", "text",
+"shared", "threads", "error"}. No GPU is needed: Triton's translation to LLVM IR is replaced by a function that keeps
+the module and stops.
 """
 
 import json
@@ -94,7 +96,8 @@ def gluon_scaled(
     tile_m: gl.constexpr, tile_n: gl.constexpr, tile_k: gl.constexpr, format_a: gl.constexpr, format_b: gl.constexpr,
     pack_a: gl.constexpr, pack_b: gl.constexpr, block: gl.constexpr, acc_layout: gl.constexpr, a_layout: gl.constexpr, b_layout: gl.constexpr,
 ):  # fmt: skip
-    """dot_scaled with the layouts given: operands come from memory straight into the instruction's registers. One scale per row and `block` k."""
+    """dot_scaled with the layouts given: operands come from memory straight into the instruction's registers. One scale
+    per row and `block` k."""
     sa_layout: gl.constexpr = gl.amd.cdna5.get_wmma_scale_layout(a_layout, [tile_m, tile_k // block], block)
     sb_layout: gl.constexpr = gl.amd.cdna5.get_wmma_scale_layout(b_layout, [tile_n, tile_k // block], block)
     m0 = gl.program_id(0) * tile_m

@@ -1,9 +1,10 @@
 """Conversions between float32, float16, bfloat16 and the 8-, 6- and 4-bit float formats; the median of three.
 
-Sources: AMD CDNA3 and CDNA4 ISA guides (V_CVT_PK_FP8_F32, V_CVT_SR_FP8_F32, V_CVT_SCALEF32_*), LLVM's AMDGPU backend for which bytes a
-selector names, MLIR's ROCDL dialect. Only the exponent of a float32 scale counts; packing divides by it, unpacking multiplies, and all of it is
-rounded once. 32 six-bit codes are one little-endian stream; 2xpk16 interleaves its two sources (AMD's FPSan tests state both as seen on gfx950).
-The 8-bit formats are the fnuz ones on gfx942, OCP's on gfx950 and gfx1250. Rounding, overflow and NaN: encode_small in formats.h.
+Sources: AMD CDNA3 and CDNA4 ISA guides (V_CVT_PK_FP8_F32, V_CVT_SR_FP8_F32, V_CVT_SCALEF32_*), LLVM's AMDGPU backend
+for which bytes a selector names, MLIR's ROCDL dialect. Only the exponent of a float32 scale counts; packing divides by
+it, unpacking multiplies, and all of it is rounded once. 32 six-bit codes are one little-endian stream; 2xpk16
+interleaves its two sources (AMD's FPSan tests state both as seen on gfx950). The 8-bit formats are the fnuz ones on
+gfx942, OCP's on gfx950 and gfx1250. Rounding, overflow and NaN: encode_small in formats.h.
 """
 
 from __future__ import annotations
@@ -201,7 +202,8 @@ def _scaled_one_widen_half(k: Lowering, o: Any) -> Value:
     *(f"rocdl.cvt.scalef32.sr.pk16.{t}.{s}" for t in ("fp6", "bf6") for s in _WIDE),
 )
 def _scaled_vector_narrow(k: Lowering, o: Any) -> Value:
-    """(vector, scale), (two vectors, scale) or (vector, seed, scale): every element has the same scale and, by HIP's host model, seed."""
+    """(vector, scale), (two vectors, scale) or (vector, seed, scale): every element has the same scale and, by HIP's
+    host model, seed."""
     *_, shape, target, source = o.name.split(".")
     _require(k, o, "gfx950" if "32" in shape or "2x" in shape else "gfx1250")
     scale = k.operand(o, len(k.operands) - 1)[0]
@@ -233,7 +235,8 @@ def _fmed3(k: Lowering, o: Any) -> Value:
 
 @intrinsic("llvm.canonicalize")
 def _canonicalize(k: Lowering, o: Any) -> Value:
-    """Times one: a signalling NaN becomes quiet, subnormals stay (LLVM Language Reference; AMDGPUUsage, denormal mode of amdhsa kernels)."""
+    """Times one: a signalling NaN becomes quiet, subnormals stay (LLVM Language Reference; AMDGPUUsage, denormal mode
+    of amdhsa kernels)."""
     if k._float_element(k.result_type(o)) != "f32":
         raise k.fail(f"llvm.canonicalize of {o.results[0].type}", o)
     return k._each(o, lambda a: (k.out("FMUL", a[0], k.const(0x3F800000)),))

@@ -1,7 +1,7 @@
 """Matrix instructions: MFMA on gfx942 and gfx950, WMMA on gfx1250.
 
-A handler turns an operation's name and attributes into the words of matrix.h's struct Matrix. Which arch has which form: LLVM's assembler
-(llvm-mc 22); operand sizes and layouts: matrix.h; what confirms them: docs/simulator_witnesses.md.
+A handler turns an operation's name and attributes into the words of matrix.h's struct Matrix. Which arch has which
+form: LLVM's assembler (llvm-mc 22); operand sizes and layouts: matrix.h; what confirms them: docs/simulator_witnesses.md.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ _BLGP = (
     "bcast_fourth_16",
 )
 
-# name -> (A's format, B's). Forms with a doubled K are gfx950's; xf32 is gfx942's; bf16 without 1k, 32x32x8i8 and 16x16x16i8 are neither's.
+# name -> (A's format, B's). Forms with a doubled K are gfx950's; xf32 is gfx942's; bf16 without 1k, 32x32x8i8 and
+# 16x16x16i8 are neither's.
 _BOTH = {
     "f32.32x32x1f32": "f32", "f32.16x16x1f32": "f32", "f32.4x4x1f32": "f32", "f32.32x32x2f32": "f32", "f32.16x16x4f32": "f32",
     "f32.32x32x4f16": "f16", "f32.16x16x4f16": "f16", "f32.4x4x4f16": "f16", "f32.32x32x8f16": "f16", "f32.16x16x16f16": "f16",
@@ -151,7 +152,8 @@ def _mfma(k: Lowering, o: Any) -> Value:
 
 @handles("rocdl.mfma.scale.f32.16x16x128.f8f6f4", "rocdl.mfma.scale.f32.32x32x64.f8f6f4")
 def _mfma_scale(k: Lowering, o: Any) -> Value:
-    """(a, b, c, scale a, scale b). Literal zeros for both scales mean the unscaled instruction (LLVM, SIInstrInfo's f8f6f4 patterns)."""
+    """(a, b, c, scale a, scale b). Literal zeros for both scales mean the unscaled instruction: so llc 22
+    selects, whatever opsel says."""
     if k.arch != "gfx950":
         raise k.fail(f"{o.name}: {k.arch} does not have it", o)
     m, _, depth = (int(x) for x in re.findall(r"\d+", o.name.partition("f32.")[2])[:3])
@@ -222,8 +224,8 @@ def _short(k: Lowering, o: Any) -> str:
 
 @intrinsic(*(f"llvm.amdgcn.wmma.{name.replace('_', '.')}" for name in WMMA))
 def _wmma_intrinsic(k: Lowering, o: Any) -> Value:
-    """LLVM's operands (IntrinsicsAMDGPU.td): floats (a, b, mod c, c, reuse, reuse), those of 16 and 32 bits in LLVM 22 and before with a sign flag
-    before a and before b; integers (signed a, a, signed b, b, c, reuse, reuse, clamp)."""
+    """LLVM's operands (IntrinsicsAMDGPU.td): floats (a, b, mod c, c, reuse, reuse), those of 16 and 32 bits in LLVM 22
+    and before with a sign flag before a and before b; integers (signed a, a, signed b, b, c, reuse, reuse, clamp)."""
     _gfx1250(k, o)
     short = re.sub(r"([fb][pf]8)\.([fb][pf]8)$", r"\1_\2", _short(k, o))
     if WMMA[short] == "iu8":
@@ -281,8 +283,8 @@ def _wmma_scale(k: Lowering, o: Any) -> Value:
 
 @intrinsic(*(f"llvm.amdgcn.wmma.{name}" for name in _SCALED_WMMA))
 def _wmma_scale_intrinsic(k: Lowering, o: Any) -> Value:
-    """LLVM's operands: (format a, a, format b, b, mod c, c, half a, scale format a, scale a, half b, scale format b, scale b, reuse, reuse),
-    without the formats where they are fixed."""
+    """LLVM's operands: (format a, a, format b, b, mod c, c, half a, scale format a, scale a, half b, scale format b,
+    scale b, reuse, reuse), without the formats where they are fixed."""
     _gfx1250(k, o)
     name = _short(k, o)
     at = list(range(12))
