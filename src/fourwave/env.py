@@ -4,6 +4,7 @@ FOURWAVE_BACKEND    backend for calls that name none: ``auto`` (default), ``nati
                     ``sim:gfx942``, ``sim:gfx950``, or one per precision, ``bf16=sim,fp32=native``. Read on every call, so a change of
                     ``os.environ`` takes effect at once.
 CC                  C compiler that builds the simulator's native core; unset: cc, gcc, clang, then the ziglang package.
+ROCM_PATH           where ROCm is, for the linker of `fourwave explain --isa`; unset: ``/opt/rocm``.
 XDG_CACHE_HOME      folder that holds ``fourwave/``, the cache of what is built once per machine; unset: ``~/.cache``.
 """
 
@@ -28,3 +29,8 @@ def c_compiler() -> str | None:
 def cache_dir() -> Path:
     """fourwave's folder in the user's cache directory. It may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fourwave"
+
+
+def rocm_path() -> Path:
+    """ROCm's folder. It may not exist."""
+    return Path(os.environ.get("ROCM_PATH") or "/opt/rocm")

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fourwave import env
+
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
     from fourwave.ops.gemm.problem import GemmProblem
@@ -93,7 +95,7 @@ class CompiledKernel:
 
 def find_linker() -> str | None:
     """Path of an LLVM linker for AMD code objects, or None."""
-    rocm = Path(os.environ.get("ROCM_PATH", "/opt/rocm")) / "llvm/bin/ld.lld"
+    rocm = env.rocm_path() / "llvm/bin/ld.lld"
     if rocm.exists():
         return str(rocm)
     return next((path for name in LINKERS if (path := shutil.which(name))), None)
@@ -196,7 +198,9 @@ def _compile_in_child(root: Path) -> None:
     (root / "result.json").write_text(json.dumps({"link_note": note}))
 
 
-def parse(text: str, arch: str, code_object: bytes | None, link_note: str, tile_k: int, module: str = "") -> CompiledKernel:
+def parse(
+    text: str, arch: str, code_object: bytes | None, link_note: str, tile_k: int, module: str = ""
+) -> CompiledKernel:
     """Read the assembly of one kernel. tile_k: K of one pipeline stage; the main loop has one barrier per stage."""
 
     def metadata(key, default=None):
