@@ -299,7 +299,7 @@ static inline void lds_write_check(Group *g, Wave *w, u32 address, u32 bytes, i3
         u32 n;
         for (Shadow *s = shadows(g, at, address, end, &n); n--; s++) {
             if (s->in_flight && !(copy >= FROM_ASYNC && s->writer == wave && s->from_copy == copy)) /* those complete in order */
-                report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, 2);
+                report(g, F_RACE, line, w, lane, at, s->writer, s->write_line, s->writer == wave ? 5 : 2);
             else {
                 u32 others = other_readers(s, w, bit);
                 if (others) {

@@ -29,6 +29,7 @@ _TEXT: dict[tuple[str, int], str] = {
     ("race", 0): "reads LDS that another wave wrote with no completed write and barrier in between",
     ("race", 1): "writes LDS that another wave read since the last barrier",
     ("race", 2): "writes LDS that another wave wrote, or is copying to, with no barrier in between",
+    ("race", 5): "writes LDS that a copy of its own is still on its way to",
     ("race", 3): "writes LDS that another wave may still be reading: its read was issued before the last barrier, but nothing waited for it there",
     ("race", 4): "writes LDS that a store from LDS to global memory may still be reading",
     ("wait", 0): "reads LDS that its own copy has not reached: no wait covers the copy",
