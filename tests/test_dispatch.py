@@ -105,8 +105,13 @@ def test_use_backend_as_a_plain_call_holds():
 
 def test_one_backend_per_precision(monkeypatch):
     monkeypatch.setenv("FOURWAVE_BACKEND", "bf16=sim, fp32=native")
-    assert select.parse("bf16=sim, fp32=native") == {"bf16": "sim", "fp16": "auto", "fp32": "native"}
-    assert select.parse("native,bf16=sim:gfx942") == {"bf16": "sim:gfx942", "fp16": "native", "fp32": "native"}
+    assert select.parse("bf16=sim, fp32=native") == {"bf16": "sim", "fp16": "auto", "fp32": "native", "fp8": "auto"}
+    assert select.parse("native,bf16=sim:gfx942") == {
+        "bf16": "sim:gfx942",
+        "fp16": "native",
+        "fp32": "native",
+        "fp8": "native",
+    }
     assert fw.explain(A.float(), B.float()).backend == "native"
     bf16 = fw.explain(A, B)
     assert bf16.backend == (None if SIM else "sim:gfx950")
@@ -120,7 +125,7 @@ def test_one_backend_per_precision(monkeypatch):
         ("cublas", r"'cublas'.*auto, flydsl, hopper, native, sim:gfx942, sim:gfx950, sim"),
         ("bf16=cublas", "'cublas'.*auto, flydsl, hopper, native"),
         ("sim:gfx90a", "'sim:gfx90a'.*sim:gfx942, sim:gfx950"),
-        ("fp8=sim", "precision 'fp8'.*bf16, fp16, fp32"),
+        ("fp4=sim", "precision 'fp4'.*bf16, fp16, fp32, fp8"),
         ("native,sim", "two backends"),
         ("bf16=sim,bf16=native", "twice"),
         ("bf16=", "backend ''"),

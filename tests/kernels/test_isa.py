@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fourwave.blocks.flydsl.tiles import LDS_BYTES
-from fourwave.ops.gemm.config import ARCHS, candidates, geometry, lds_bytes
+from fourwave.ops.gemm.config import ARCHS, FLOAT8, candidates, geometry, lds_bytes
 from fourwave.ops.gemm.problem import GemmProblem
 from fourwave.perf import isa
 
@@ -30,8 +30,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 def compiled(
     arch, layout, index, dtype=BF16, out_dtype=BF16, bias_dtype=None, activation=None, accumulate=False, vectorised=True
 ):
-    problem = GemmProblem(4096, 4096, 4096, layout, dtype, dtype, out_dtype, bias_dtype, activation, accumulate)
-    return isa.compile_isa(problem, candidates(arch)[index], arch, vectorised=vectorised)
+    a, b = dtype if isinstance(dtype, tuple) else (dtype, dtype)
+    problem = GemmProblem(4096, 4096, 4096, layout, a, b, out_dtype, bias_dtype, activation, accumulate)
+    return isa.compile_isa(problem, candidates(arch, a.itemsize)[index], arch, vectorised=vectorised)
 
 
 @pytest.mark.parametrize(("arch", "layout", "index"), ALL)
@@ -76,6 +77,33 @@ def test_main_loop_is_as_designed(arch, layout, index):
         assert loop.lds_writes == {"ds_write_b128": tiles * geo.loads_per_tile}
 
 
+@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 5))])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_float8(arch, index):
+    """No spills; 16-byte accesses; each operand names its own format."""
+    config = candidates(arch, 1)[index]
+    geo = geometry(config, "TN", 1, arch)
+    kernel = compiled(arch, "TN", index, FLOAT8[arch])
+    print(kernel)
+    loop, tiles = kernel.main_loop, geo.tiles_per_step
+    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+    assert kernel.lds_bytes == lds_bytes(config, "TN", 1, arch) <= LDS_BYTES[arch]
+    assert loop.k == tiles * config.tile_k
+    # A step of K takes 64 bytes of a row for each 16-byte read of the wave, whatever the instruction.
+    rows = geo.frags_m + geo.frags_n
+    assert loop.lds_reads == {"ds_read_b128": rows * loop.k // 64}
+    assert loop.mfma == geo.frags_m * geo.frags_n * loop.k // (128 if arch == "gfx950" else 32)
+    assert (loop.stores, loop.barriers) == (0, tiles)
+    if arch == "gfx950":
+        assert (loop.loads_to_lds, loop.loads) == (tiles * geo.loads_per_tile, 0)
+        # The instruction's first operand is b, e5m2 (1); a is e4m3 (0), which is not spelled.
+        assert kernel.text.count("v_mfma_f32_16x16x128_f8f6f4") == kernel.text.count("cbsz:1") > 0
+        assert "blgp" not in kernel.text and "v_mfma_scale" not in kernel.text
+    else:
+        assert (loop.loads_to_lds, loop.loads) == (0, tiles * geo.loads_per_tile)
+        assert "v_mfma_f32_16x16x32_bf8_fp8" in kernel.text
+
+
 def _read_bytes(op):
     """Bytes per lane of an LDS read; two-address forms read twice."""
     bits = {"b128": 128, "b64": 64, "b32": 32, "u16": 16}
@@ -104,7 +132,12 @@ def test_links_to_a_code_object(arch):
     ids=["gelu", "silu", "elementwise"],
 )  # fmt: skip
 def test_epilogues_do_not_spill(arch, layout, options):
-    kernel = compiled(arch, layout, 0, **options)
+    _check_spills(compiled(arch, layout, 0, **options))
+    if layout == "TN":
+        _check_spills(compiled(arch, layout, 0, **(options | {"dtype": FLOAT8[arch]})))
+
+
+def _check_spills(kernel):
     assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
 
 

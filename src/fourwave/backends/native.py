@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fourwave.backends.base import Backend, Description
+from fourwave.ops.gemm.problem import FP8
 from fourwave.ops.gemm.reference import activate
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def _tf32_allowed() -> bool:
 class NativeBackend(Backend):
     """torch.mm.
 
+    8-bit floats are converted to float32, which is exact, and multiplied as float32.
     bf16 and fp16 are accumulated in float32; alpha, bias, activation and the addend are applied in float32, and the only
     rounding is the one to out_dtype. One exception: on a GPU, when out_dtype is the operands' and there is no epilogue,
     the call is torch.mm as it is, so torch.backends.cuda.matmul.allow_{bf16,fp16}_reduced_precision_reduction, which
@@ -44,7 +46,9 @@ class NativeBackend(Backend):
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
         reasons = []
         on_gpu = problem.device_type == "cuda"
-        if problem.precision != "fp32":
+        if problem.precision == FP8:
+            reasons.append("converted to fp32, which is exact; accumulated in fp32, one rounding to the output")
+        elif problem.precision != "fp32":
             if on_gpu and self._is_plain(problem) and problem.out_dtype == problem.a_dtype:
                 reasons.append(
                     f"accumulated by the GPU's library in fp32, and partial sums as "
@@ -85,10 +89,10 @@ class NativeBackend(Backend):
             return []
         if is_fp32:
             acc = torch.mm(op_a, op_b)
-        elif problem.device_type == "cuda" and _HAS_MM_OUT_DTYPE:
+        elif problem.device_type == "cuda" and _HAS_MM_OUT_DTYPE and problem.precision != FP8:
             acc = torch.mm(op_a, op_b, out_dtype=torch.float32)
         else:
-            # Products of bf16 or fp16 values are exact in fp32 (and TF32 holds both formats' significands).
+            # Products of such values are exact in fp32 (and TF32 holds the formats' significands).
             acc = torch.mm(op_a.float(), op_b.float())
         if alpha != 1.0:
             acc.mul_(alpha)

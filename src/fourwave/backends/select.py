@@ -17,7 +17,7 @@ from fourwave import env
 from fourwave.backends import registry
 from fourwave.backends.base import Backend
 from fourwave.errors import BackendUnavailable
-from fourwave.ops.gemm.problem import PRECISIONS
+from fourwave.ops.gemm.problem import FP8, PRECISIONS
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
@@ -27,6 +27,8 @@ logger = logging.getLogger("fourwave.dispatch")
 
 AUTO = "auto"
 _AUTO_ORDER = ("flydsl", "native")
+
+_PRECISIONS = (*PRECISIONS.values(), FP8)
 
 _override: str | None = None
 
@@ -48,14 +50,14 @@ def parse(spec: str) -> dict[str, str]:
             if default is not None:
                 raise ValueError(f"{spec!r} names two backends for every precision: {default} and {name}")
             default = name
-        elif precision not in PRECISIONS.values():
-            known = ", ".join(PRECISIONS.values())
+        elif precision not in _PRECISIONS:
+            known = ", ".join(_PRECISIONS)
             raise ValueError(f"precision {precision!r} in {spec!r}: the precisions are {known}")
         elif precision in named:
             raise ValueError(f"{spec!r} names precision {precision} twice")
         else:
             named[precision] = name
-    return {precision: named.get(precision, default or AUTO) for precision in PRECISIONS.values()}
+    return {precision: named.get(precision, default or AUTO) for precision in _PRECISIONS}
 
 
 class use_backend:  # a function to its callers, hence the name

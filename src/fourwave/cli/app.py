@@ -82,7 +82,8 @@ def check(
         list[str] | None, typer.Option(metavar="LAYOUT", help="TN, NN or NT; repeatable. Default: all.")
     ] = None,
     dtype: Annotated[
-        list[str] | None, typer.Option(metavar="DTYPE", help="bf16 or fp16; repeatable. Default: both.")
+        list[str] | None,
+        typer.Option(metavar="DTYPE", help="bf16, fp16 or fp8 (TN only); repeatable. Default: bf16, fp16."),
     ] = None,
     backend: Annotated[
         str, typer.Option(metavar="BACKEND", help="sim: the simulator; flydsl: the AMD GPU of this machine.")

@@ -17,13 +17,13 @@ from fourwave.backends import registry
 from fourwave.backends.flydsl import describe_amd_gemm, device_arch
 from fourwave.cli import console as out
 from fourwave.cli import names
-from fourwave.ops.gemm.config import MMA, GemmConfig, candidates, default_config
-from fourwave.ops.gemm.problem import PRECISIONS
+from fourwave.ops.gemm.config import FLOAT8, GemmConfig, candidates, default_config
+from fourwave.ops.gemm.problem import FP8, PRECISIONS
 from fourwave.testing.cases import GemmCase
 from fourwave.testing.shapes import GEMM_SHAPES, GEMM_SHAPES_FULL, Shape, by_name
 
 BACKENDS = ("sim", "flydsl")
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16)  # the default; FP8 (TN only, every mix) has to be named
 # "sliced" on rows of whole 16-byte chunks is read in place, the NaN right behind each row's end; the others are copied.
 VIEWS = (
     ("sliced", by_name("tail K")),
@@ -52,6 +52,7 @@ class Row:
     arch: str
     kernel: str
     config: str
+    mma: str
     group: str
     case: str
     ratio: float | None
@@ -76,13 +77,15 @@ def plan(arch: str, layouts: Sequence[str], dtypes: Sequence[torch.dtype], full:
     """
     tails = by_name("tail all")
     for layout in layouts:
-        for dtype in dtypes:
-            base = GemmCase(tails, layout, dtype, seed=seed)
+        for dtype, b_dtype in operands(arch, layout, dtypes):
+            base = GemmCase(tails, layout, dtype, seed=seed, b_dtype=b_dtype)
+            eight_bit = b_dtype is not None
+            first = (dtype, b_dtype) == (FLOAT8[arch] if eight_bit else (dtypes[0], None))
             for shape in GEMM_SHAPES:
                 yield Planned("shapes", replace(base, shape=shape))
-            # Configs, outputs and views do not depend on which of the two 16-bit dtypes runs: one of them covers them.
-            if full or dtype == dtypes[0]:
-                for config in candidates(arch):
+            # Configs, outputs and views do not depend on which dtypes of one size run: one of them covers them.
+            if full or first:
+                for config in candidates(arch, dtype.itemsize):
                     for shape in tile_shapes(config, full):
                         case = replace(base, shape=shape)
                         if full or default_config(case.problem, arch)[0] != config:
@@ -90,11 +93,22 @@ def plan(arch: str, layouts: Sequence[str], dtypes: Sequence[torch.dtype], full:
                 for view, shape in VIEWS:
                     yield Planned("views", replace(base, shape=shape, a_view=view, b_view=view, out_view=view))
             for out_dtype in OUT_DTYPES if full else (torch.float32,):
-                if out_dtype != dtype:
+                if out_dtype != base.written:
                     for shape in (by_name("even"), tails):
                         yield Planned("outputs", replace(base, shape=shape, out_dtype=out_dtype))
-            for case in epilogues(base, full or (dtype == dtypes[0] and layout == layouts[0])):
+            for case in epilogues(base, full or (first and layout == layouts[0])):
                 yield Planned("epilogue", case)
+
+
+def operands(arch: str, layout: str, dtypes: Sequence[torch.dtype]) -> Iterator[tuple[torch.dtype, torch.dtype | None]]:
+    """(a, b) for each dtype: b is None where it is a's; any 8-bit one stands for every mix that arch has."""
+    for dtype in dtypes:
+        if dtype.itemsize > 1:
+            yield dtype, None
+    if layout == "TN" and any(dtype.itemsize == 1 for dtype in dtypes):
+        for a in FLOAT8[arch]:
+            for b in FLOAT8[arch]:
+                yield a, b
 
 
 def tile_shapes(config: GemmConfig, full: bool) -> tuple[Shape, ...]:
@@ -107,7 +121,7 @@ def tile_shapes(config: GemmConfig, full: bool) -> tuple[Shape, ...]:
 
 
 def epilogues(base: GemmCase, every: bool) -> Iterator[GemmCase]:
-    yield replace(base, bias_dtype=base.dtype, activation="gelu", alpha=0.75)
+    yield replace(base, bias_dtype=base.written, activation="gelu", alpha=0.75)
     yield replace(base, accumulate=True, out_dtype=torch.float32)
     if every:
         yield replace(base, bias_dtype=torch.float32, activation="relu", shape=by_name("even"))
@@ -147,9 +161,10 @@ def run_row(planned: Planned, arch: str, backend: str) -> Row:
         if error is None and workgroups == 0:
             error = "no workgroup was simulated"
     description = describe_amd_gemm(case.problem, planned.config, arch)
+    assert description.config is not None, "the case is not empty"
     return Row(
-        arch, description.kernel, short(description.config), planned.group, str(case), ratio, findings, workgroups, seconds,
-        error,
+        arch, description.kernel, short(description.config), description.config.mma, planned.group, str(case), ratio,
+        findings, workgroups, seconds, error,
     )  # fmt: skip
 
 
@@ -164,7 +179,13 @@ def run_check(
 ) -> None:
     (backend,) = names.choose("--backend", [backend], BACKENDS)
     archs, layouts = names.archs(arch), names.layouts(layout)
-    dtypes = [names.DTYPES[name] for name in names.choose("--dtype", dtype, (PRECISIONS[d] for d in DTYPES))]
+    words = [PRECISIONS[d] for d in DTYPES]
+    chosen = names.choose("--dtype", dtype, (*words, FP8)) if dtype else words
+    dtypes = [names.DTYPES[name] for name in chosen if name != FP8]
+    if FP8 in chosen:
+        dtypes.append(FLOAT8[archs[0]][0])
+    if chosen == [FP8] and "TN" not in layouts:
+        out.fail("--dtype fp8: the kernels have 8-bit operands in layout TN only")
     if backend == "flydsl":
         archs = gpu_archs(archs if arch else [])
     else:
@@ -252,5 +273,6 @@ def show_rows(console: Console, arch: str, rows: Sequence[Row], backend: str) ->
             row.group, escape(row.case), row.config, ratio, findings, str(row.workgroups), f"{row.seconds * 1e3:.0f}",
             style=style,
         )  # fmt: skip
+    instructions = " and ".join(dict.fromkeys(row.mma for row in rows))
     where = "simulated" if backend == "sim" else "on the GPU"
-    out.show(console, table, f"{arch}: {rows[0].kernel}, {MMA[arch]}, {where}")
+    out.show(console, table, f"{arch}: {rows[0].kernel}, {instructions}, {where}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fourwave.ops.gemm.api import gemm
-from fourwave.ops.gemm.problem import PRECISIONS, GemmProblem
+from fourwave.ops.gemm.problem import FLOAT8, PRECISIONS, GemmProblem
 from fourwave.ops.gemm.reference import gemm_reference
 from fourwave.testing import bounds, buffers, inputs
 from fourwave.testing.shapes import Shape
@@ -32,7 +32,10 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class GemmCase:
-    """A call of fw.gemm. Views are those of inputs.view and buffers.LAYOUTS; out_dtype None is the operands'."""
+    """A call of fw.gemm. Views are those of inputs.view and buffers.LAYOUTS.
+
+    out_dtype None is the operands' (8-bit: bfloat16); b_dtype None is a's, which is `dtype`.
+    """
 
     shape: Shape
     layout: str = "TN"
@@ -46,6 +49,12 @@ class GemmCase:
     alpha: float = 1.0
     accumulate: bool = False
     seed: int = 0
+    b_dtype: torch.dtype | None = None
+
+    @property
+    def written(self) -> torch.dtype:
+        """out's dtype."""
+        return self.out_dtype or (torch.bfloat16 if self.dtype in FLOAT8 else self.dtype)
 
     @property
     def problem(self) -> GemmProblem:
@@ -55,15 +64,17 @@ class GemmCase:
             self.shape.K,
             self.layout,
             self.dtype,
-            self.dtype,
-            self.out_dtype or self.dtype,
+            self.b_dtype or self.dtype,
+            self.written,
             self.bias_dtype,
             self.activation,
             self.accumulate,
         )
 
     def __str__(self) -> str:
-        words = [str(self.shape), self.layout, PRECISIONS[self.dtype]]
+        names = PRECISIONS | FLOAT8
+        operands = names[self.dtype] + (f" x {names[self.b_dtype]}" if self.b_dtype is not None else "")
+        words = [str(self.shape), self.layout, operands]
         if self.out_dtype is not None:
             words.append(f"out {PRECISIONS[self.out_dtype]}")
         for name, kind in (("a", self.a_view), ("b", self.b_view), ("out", self.out_view)):
@@ -89,12 +100,14 @@ class GemmCase:
     ) -> CaseResult:
         """Run on `backend` and compare every element with the float64 truth. Errors of gemm itself are raised."""
         a, b = inputs.spread(self.shape, self.dtype, layout=self.layout, seed=self.seed, device=device)
+        if self.b_dtype is not None:
+            _, b = inputs.spread(self.shape, self.b_dtype, layout=self.layout, seed=self.seed, device=device)
         a, b = inputs.view(a, self.a_view), inputs.view(b, self.b_view)
         generator = torch.Generator().manual_seed(self.seed + 1)
         bias = addend = None
         if self.bias_dtype is not None:
             bias = torch.randn(self.shape.N, generator=generator).to(device=device, dtype=self.bias_dtype)
-        out_dtype = self.out_dtype or self.dtype
+        out_dtype = self.written
         if self.accumulate:
             addend = torch.randn(self.shape.M, self.shape.N, generator=generator).to(device=device, dtype=out_dtype)
         out = buffers.poisoned(self.shape.M, self.shape.N, out_dtype, device, layout=self.out_view, addend=addend)

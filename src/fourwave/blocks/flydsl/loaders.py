@@ -16,7 +16,7 @@ from fourwave.blocks.flydsl.memory import (
     minimum,
     select,
 )
-from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, MMA_M, SLICE_K, WAVE, WORKGROUP
+from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, LANE_GROUPS, MMA_M, WAVE, WORKGROUP
 
 
 class GlobalTile:
@@ -30,7 +30,6 @@ class GlobalTile:
 
     def __init__(self, tensor, tile, row0, K, thread):
         self.tensor, self.tile = tensor, tile
-        self.dtype = tensor.dtype
         self.rows = fx.Int32(fx.get_scalar(tensor.shape[0]))
         self.columns = fx.Int32(fx.get_scalar(tensor.shape[1]))
         self.row_bytes = fx.Int64(fx.get_scalar(tensor.stride[0])) * tile.elem_bytes
@@ -44,6 +43,10 @@ class GlobalTile:
         lines = [line + i * tile.lines_per_load for i in range(tile.loads)]
         self.line_rows = [tile.source_row(at) for at in lines]
         pitch = fx.Int32(self.row_bytes)
+        # Where rows of successive loads are equally far apart, one offset per lane does.
+        self.load_pitch = None
+        if tile.k_contiguous and tile.lines_per_load % (MMA_M * tile.group) == 0:
+            self.load_pitch = pitch * tile.lines_per_load
         self.offsets = [row * pitch + self.chunk_elem * tile.elem_bytes for row in self.line_rows]
         if not tile.k_contiguous:
             # A chunk past the end of a row would read the next row; such columns are never stored, but what they
@@ -70,6 +73,10 @@ class GlobalTile:
         if not tile.k_contiguous:
             return buffer, self.offsets
         inside = self.chunk_elem < self.K - k0
+        if self.load_pitch is not None:
+            # A tile spans less than 2**31 bytes: what is out of range stays so.
+            first = select(inside, self.offsets[0], OUT_OF_RANGE)
+            return buffer, [first + self.load_pitch * i for i in range(tile.loads)]
         return buffer, [select(inside, offset, OUT_OF_RANGE) for offset in self.offsets]
 
 
@@ -82,10 +89,10 @@ def load_direct(source, lds, stage_offset, k0, wave):
         buffer.load_to_lds(lds, wave_offset, offset)
 
 
-def load_registers(source, k0):
+def load_registers(source, k0, dtype):
     """gfx942: this lane's chunks of one stage, in registers (the compiler waits for them where they are used)."""
     buffer, offsets = source.step(k0)
-    return [buffer.load(offset, source.tile.chunk_elems, source.dtype) for offset in offsets]
+    return [buffer.load(offset, CHUNK_BYTES * 8 // dtype.width, dtype) for offset in offsets]
 
 
 def store_registers(chunks, lds, stage_offset, thread):
@@ -103,14 +110,14 @@ class Fragments:
     def __init__(self, tile, fmt, first_row, count, lane):
         """first_row: first row (of M or N) of the wave's part of the tile; count: fragments of 16 rows each."""
         self.tile, self.fmt, self.count = tile, fmt, count
+        self.elems = fmt.fragment_elems(tile.fragment_bytes)
+        self.chunks = tile.fragment_bytes // CHUNK_BYTES
         self.sorted = tile.k_contiguous or tile.banks == 64
         group, in_group = lane // MMA_M, lane % MMA_M
         if tile.k_contiguous:
-            # Lane: row in_group, k = 8 * group + 0..7 of the slice. One base per slice.
+            # Lane: row in_group, chunk `group` of every four. One base per four chunks.
             line = first_row + in_group
-            self.bases = [
-                tile.address(line, group + s * (SLICE_K // tile.chunk_elems)) for s in range(tile.tile_k // SLICE_K)
-            ]
+            self.bases = [tile.address(line, group + c) for c in range(0, tile.chunks_per_line, LANE_GROUPS)]
             return
         if tile.banks == 64:
             # A transposing read takes four rows of k and 16 columns from 16 lanes: lane 4 * q + p points at row q,
@@ -135,13 +142,16 @@ class Fragments:
     @property
     def reads(self):
         """LDS reads per slice."""
-        return self.count * (1 if self.tile.k_contiguous else 2 if self.tile.banks == 64 else 8 // self.tile.group)
+        return self.count * (
+            self.chunks if self.tile.k_contiguous else 2 if self.tile.banks == 64 else 8 // self.tile.group
+        )
 
     def read(self, lds, stage_offset, k_slice):
         """What LDS holds of one slice, a list of Vectors: fragments, or what sort() makes into fragments."""
         if self.tile.k_contiguous:
-            return self._read_rows(lds, self.bases[k_slice] + stage_offset)
-        offset = stage_offset + k_slice * SLICE_K * self.tile.line_bytes
+            bases = self.bases[k_slice * self.chunks : (k_slice + 1) * self.chunks]
+            return [self._read_row(lds, [base + stage_offset for base in bases], i) for i in range(self.count)]
+        offset = stage_offset + k_slice * self.tile.slice_k * self.tile.line_bytes
         bases = [base + offset for base in self.bases]
         if self.tile.banks == 64:
             return [self._read_transposed(lds, self._at(bases, i)) for i in range(self.count)]
@@ -150,20 +160,20 @@ class Fragments:
         return [
             lds_read(lds, self._at(bases, i) + k * step, self.tile.group, self.fmt.dtype)
             for i in range(self.count // self.tile.group)
-            for k in range(self.fmt.fragment_elems)
+            for k in range(self.elems)
         ]
 
     @property
     def values(self):
         """Vectors that read() returns."""
-        return self.count if self.sorted else self.count // self.tile.group * self.fmt.fragment_elems
+        return self.count if self.sorted else self.count // self.tile.group * self.elems
 
     def sort(self, values):
         """Fragments out of what read() returned. Done when they are multiplied, not when they are read: a set of rows
         and the set of fragments made of it then need registers one after the other."""
         if self.sorted:
             return values
-        size, group = self.fmt.fragment_elems, self.tile.group
+        size, group = self.elems, self.tile.group
         return [
             fx.Vector.from_elements([row[q] for row in values[i : i + size]], self.fmt.dtype)
             for i in range(0, len(values), size)
@@ -173,12 +183,13 @@ class Fragments:
     def _at(self, bases, i):
         return bases[i % self.period] + (i - i % self.period) * self.step_bytes
 
-    def _read_rows(self, lds, base):
-        step = MMA_M * self.tile.line_bytes
-        return [lds_read(lds, base + i * step, self.fmt.fragment_elems, self.fmt.dtype) for i in range(self.count)]
+    def _read_row(self, lds, bases, i):
+        at = i * MMA_M * self.tile.line_bytes
+        chunks = [lds_read(lds, base + at, self.elems // self.chunks, self.fmt.dtype) for base in bases]
+        return chunks[0] if self.chunks == 1 else chunks[0].shuffle(chunks[1], list(range(self.elems)))
 
     def _read_transposed(self, lds, at):
         low = lds_read_transposed(lds, at, self.fmt.dtype)
         # k + 4 lies 8 lines further (tiles.source_row swaps bits 2 and 3).
         high = lds_read_transposed(lds, at + 8 * self.tile.line_bytes, self.fmt.dtype)
-        return low.shuffle(high, list(range(self.fmt.fragment_elems)))
+        return low.shuffle(high, list(range(self.elems)))

@@ -1,6 +1,6 @@
 """Number formats and the matrix instructions that take them.
 
-A wave computes its part of the output as 16 x 16 results over K slices of 32. The N operand is the instruction's first
+A wave computes its part of the output as 16 x 16 results over slices of K. The N operand is the instruction's first
 one, so a result is transposed: lane l holds out[m = l % 16, n = 4 * (l // 16) + i], i = 0..3, four neighbours of one
 output row.
 
@@ -9,6 +9,11 @@ Fragment of either operand, 16-bit formats: lane l holds row l % 16, k = 8 * (l 
   gfx942  two v_mfma_f32_16x16x16: the first takes elements 0..3 of every lane, the second 4..7. Each instruction then
           sums k = 8 * g + 0..3 (or 4..7), g = 0..3; both operands agree, so all 32 are summed
           (AMD CDNA3 ISA guide; AMD matrix instruction calculator).
+
+8-bit floats, slices of 128 and 64; registers hold them as 32-bit words:
+  gfx950  v_mfma_f32_16x16x128_f8f6f4, unscaled: row l % 16, k = 16 * (l // 16) + 0..15 and 64 more. OCP codes
+  gfx942  two v_mfma_f32_16x16x32: row l % 16, k = 16 * (l // 16) + 0..15; the first takes bytes 0..7 of every lane, the
+          second 8..15, on both sides. fnuz codes
 """
 
 from dataclasses import dataclass
@@ -20,36 +25,52 @@ from flydsl.expr.meta import dsl_loc_tracing
 from flydsl.expr.typing import as_ir_value
 
 from fourwave.blocks.flydsl.memory import vector_type
-from fourwave.blocks.flydsl.tiles import MMA_M, SLICE_K, WAVE
 
 ACC_PER_LANE = 4  # float32 values of one 16 x 16 result per lane
 
 
 @dataclass(frozen=True)
 class OperandFormat:
-    """What loaders and the MMA driver need to know of an operand's number format."""
+    """What loaders and the MMA driver need to know of the operands' number formats."""
 
     name: str
-    dtype: type  # FlyDSL element type
+    dtype: type  # FlyDSL element type that registers hold
     mma: dict  # arch -> (rocdl op name, instructions per slice)
+    elem_bytes: int = 2
+    f8f6f4: tuple = ()  # formats of the instruction's first and second operand, where the opcode does not name them
 
-    @property
-    def elem_bytes(self):
-        return self.dtype.width // 8
-
-    @property
-    def fragment_elems(self):
-        """Elements of one fragment per lane."""
-        return MMA_M * SLICE_K // WAVE
+    def fragment_elems(self, fragment_bytes):
+        """Elements of dtype that fragment_bytes hold."""
+        return fragment_bytes * 8 // self.dtype.width
 
 
+def _float8(a, b, arch):
+    """a, b: "e4m3" or "e5m2". b is the instruction's first operand."""
+    if arch == "gfx950":
+        mma, f8f6f4 = ("mfma_scale_f32_16x16x128_f8f6f4_", 1), (f"fp8_{b}", f"fp8_{a}")
+    else:
+        old = {"e4m3": "fp8", "e5m2": "bf8"}
+        mma, f8f6f4 = (f"mfma_f32_16x16x32_{old[b]}_{old[a]}_", 2), ()
+    return OperandFormat(f"{a} x {b}", fx.Int32, {arch: mma}, 1, f8f6f4)
+
+
+# By the types of a and b, named as torch names them.
 FORMATS = {
-    "bf16": OperandFormat(
+    ("bfloat16", "bfloat16"): OperandFormat(
         "bf16", fx.BFloat16, {"gfx950": ("mfma_f32_16x16x32_bf16_", 1), "gfx942": ("mfma_f32_16x16x16bf16_1k_", 2)}
     ),
-    "fp16": OperandFormat(
+    ("float16", "float16"): OperandFormat(
         "fp16", fx.Float16, {"gfx950": ("mfma_f32_16x16x32_f16_", 1), "gfx942": ("mfma_f32_16x16x16f16_", 2)}
     ),
+    **{
+        (f"float8_{a}{codes[a]}", f"float8_{b}{codes[b]}"): _float8(a, b, arch)
+        for arch, codes in (
+            ("gfx950", {"e4m3": "fn", "e5m2": ""}),
+            ("gfx942", {"e4m3": "fnuz", "e5m2": "fnuz"}),
+        )
+        for a in codes
+        for b in codes
+    },
 }
 
 
@@ -82,12 +103,20 @@ class WaveMma:
     def _part(self, fragment, part):
         if self.parts == 1:
             return fragment
-        size = self.fmt.fragment_elems // self.parts
+        size = fragment.numel // self.parts
         return fragment.shuffle(fragment, list(range(part * size, (part + 1) * size)))
 
     @dsl_loc_tracing
     def _mfma(self, first, second, acc):
         first, second = self._operand(first), self._operand(second)
+        if self.fmt.f8f6f4:
+            formats = [ir.Attribute.parse(f"#rocdl<matrix_format {name}>") for name in self.fmt.f8f6f4]
+            # Literal zeros for both scales are the unscaled instruction, not scales of 2**-127.
+            zero = as_ir_value(fx.Int32(0))
+            result = self._op(
+                vector_type(ACC_PER_LANE, fx.Float32), first, second, as_ir_value(acc), *formats, 0, zero, 0, zero
+            )
+            return fx.Vector(result)
         plain = ir.Attribute.parse("#rocdl<mfma_perm_b none>")
         result = self._op(vector_type(ACC_PER_LANE, fx.Float32), first, second, as_ir_value(acc), 0, 0, plain)
         return fx.Vector(result)
@@ -96,4 +125,6 @@ class WaveMma:
         # The bf16 form with K = 16 is declared on 16-bit integers.
         if self.parts == 2 and self.fmt.name == "bf16":
             fragment = fragment.bitcast(fx.Int16)
+        if self.parts == 2 and self.fmt.elem_bytes == 1:
+            return as_ir_value(fragment.bitcast(fx.Int64)[0])
         return as_ir_value(fragment)

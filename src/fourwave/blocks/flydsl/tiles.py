@@ -35,7 +35,7 @@ WAVE = 64  # lanes
 WORKGROUP = 256  # threads: four waves
 MMA_M = 16  # rows of one result
 MMA_N = 16  # columns of one result
-SLICE_K = 32  # k of one fragment
+LANE_GROUPS = WAVE // MMA_M  # lanes that share a row of a fragment, each with its part of K
 LOAD_BYTES = WORKGROUP * CHUNK_BYTES  # bytes all four waves bring in with one load instruction each
 
 LDS_BYTES = {"gfx950": 160 * 1024, "gfx942": 64 * 1024}  # per workgroup
@@ -58,6 +58,12 @@ class OperandTile:
     elem_bytes: int
     banks: int
     group: int = 1  # fragments woven together, see the module docstring
+    fragment_bytes: int = CHUNK_BYTES  # per lane; a multiple of 16 where K is contiguous
+
+    @property
+    def slice_k(self):
+        """k of one fragment."""
+        return LANE_GROUPS * self.fragment_bytes // self.elem_bytes
 
     @property
     def lines(self):
@@ -219,7 +225,7 @@ class Geometry:
 
     @property
     def num_slices(self):
-        return self.tile_k // SLICE_K
+        return self.tile_k // self.a.slice_k
 
     @property
     def tiles_per_step(self):

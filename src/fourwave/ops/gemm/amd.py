@@ -21,7 +21,8 @@ class Specialisation:
     arch: str
     config: GemmConfig
     layout: str
-    dtype: torch.dtype
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
     out_dtype: torch.dtype
     bias_dtype: torch.dtype | None
     activation: str | None
@@ -31,8 +32,8 @@ class Specialisation:
 
 def specialise(problem: GemmProblem, config: GemmConfig, arch: str, vectorised: bool = True) -> Specialisation:
     return Specialisation(
-        arch, config, problem.layout, problem.a_dtype, problem.out_dtype, problem.bias_dtype, problem.activation,
-        problem.accumulate, vectorised,
+        arch, config, problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype, problem.bias_dtype,
+        problem.activation, problem.accumulate, vectorised,
     )  # fmt: skip
 
 
@@ -50,17 +51,17 @@ def build_launcher(spec: Specialisation):
         from fourwave.ops.gemm.cdna3 import build
 
     types = {torch.float32: fx.Float32, torch.bfloat16: fx.BFloat16, torch.float16: fx.Float16, None: None}
-    formats = {torch.bfloat16: FORMATS["bf16"], torch.float16: FORMATS["fp16"]}
+    a, b = (str(dtype).removeprefix("torch.") for dtype in (spec.a_dtype, spec.b_dtype))
     epilogue = Epilogue(
         types[spec.out_dtype], types[spec.bias_dtype], spec.activation, spec.accumulate, spec.vectorised
     )
-    return build(spec.config, spec.layout, formats[spec.dtype], epilogue)
+    return build(spec.config, spec.layout, FORMATS[a, b], epilogue)
 
 
 def placeholder_arguments(spec: Specialisation):
     """Arguments to compile with where nothing is launched; sizes do not matter."""
     shape = (8, 8)
-    a = torch.zeros(shape, dtype=spec.dtype)
+    a = torch.zeros(shape, dtype=torch.uint8 if spec.a_dtype.itemsize == 1 else spec.a_dtype)
     out = torch.zeros(shape, dtype=spec.out_dtype)
     bias = torch.zeros(8, dtype=spec.bias_dtype or spec.out_dtype)
     return _jit_arguments(a, a, out, bias, 8, 8, 8, 1.0, None)
@@ -109,6 +110,8 @@ def run(
     if problem.K == 0:
         # No element of the operands is read; they only need an address.
         a = b = torch.zeros((1, ALIGN_BYTES), dtype=problem.a_dtype, device=out.device)
+    if problem.a_dtype.itemsize == 1:
+        a, b = a.view(torch.uint8), b.view(torch.uint8)  # the kernel is compiled for the two formats
     tile_a, tile_b = operand_tiles(config, problem.layout, a.element_size(), arch)
     a = _readable("a", a, config.tile_k if problem.layout == "NT" else tile_a.extent, notes)
     b = _readable("b", b, tile_b.extent if problem.layout == "TN" else config.tile_k, notes)

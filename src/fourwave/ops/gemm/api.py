@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from fourwave.backends import registry, select
-from fourwave.ops.gemm.problem import ACTIVATIONS, PRECISIONS, GemmProblem
+from fourwave.ops.gemm.problem import ACTIVATIONS, FLOAT8, PRECISIONS, GemmProblem
 from fourwave.ops.gemm.reference import activate
 
 if TYPE_CHECKING:
@@ -46,11 +46,12 @@ def gemm(
 ) -> Tensor:
     """out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out).
 
-    a           [..., K]; [..., M] with trans_a, whose leading dimensions are then K. float32, bfloat16 or float16
-    b           [N, K]; [K, N] without trans_b; [..., N] with trans_a. a's dtype
+    a           [..., K]; [..., M] with trans_a, whose leading dimensions are then K. float32, bfloat16, float16 or an 8-bit
+                float (float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz)
+    b           [N, K]; [K, N] without trans_b; [..., N] with trans_a. a's dtype; of 8-bit floats any two go together
     trans_a, trans_b  False, True: fprop, x @ w.T ("TN"). False, False: dgrad, dout @ w ("NN").
                 True, False: wgrad, dout.T @ x ("NT"). There is no True, True.
-    out_dtype   float32, bfloat16 or float16; default out's dtype, else the operands'
+    out_dtype   float32, bfloat16 or float16; default out's dtype, else the operands', or bfloat16 for 8-bit operands
     bias        [N] float32, bfloat16 or float16, of any stride
     activation  None, "relu", "gelu" (erf), "gelu_tanh" or "silu"
     alpha       number; multiplies the product before the bias
@@ -65,9 +66,10 @@ def gemm(
     Operands may be views with any strides and offset; leading dimensions are flattened. Sums are kept in float32; alpha,
     bias, activation and the addend are applied to the float32 sum, and the one rounding, to nearest even, is that to
     out_dtype (NativeBackend states PyTorch's exception on GPUs). float32 operands are multiplied in float32; see
-    NativeBackend for TF32. K = 0 gives act(bias) (+ out); M = 0 or N = 0 an empty result.
+    NativeBackend for TF32. The
+    value of an 8-bit operand is that of its codes; alpha can carry the product of two scales. K = 0 gives act(bias) (+ out); M = 0 or N = 0 an empty result.
 
-    Differentiable in a, b and bias when no `out` is given. The backward pass runs the other two layouts on the same
+    Differentiable in a, b (not 8-bit ones) and bias when no `out` is given. The backward pass runs the other two layouts on the same
     backend, with the gradient rounded to the operands' dtype; with an activation it first recomputes the product.
 
     Raises ValueError for what the caller must change, BackendUnavailable when a backend that was asked for is not here,
@@ -81,6 +83,8 @@ def gemm(
         raise NotImplementedError(
             "config is not supported with autograd or torch.compile: the operator has no such field"
         )
+    if a.dtype in FLOAT8 and torch.is_grad_enabled() and _requires_grad(a, b):
+        raise ValueError("8-bit operands require grad: their gradient would be rounded to 8 bits; detach them")
     if out is None:
         if accumulate:
             raise ValueError("accumulate=True adds to `out`, and no out was given")
@@ -135,8 +139,10 @@ def _prepare(
     out: Tensor | None,
 ) -> _Call:
     shape, k = _result_shape(a, b, trans_a, trans_b)
-    if a.dtype != b.dtype or a.dtype not in PRECISIONS:
-        raise ValueError(f"a is {a.dtype} and b is {b.dtype}; both must have one dtype, {_DTYPES}")
+    if (a.dtype != b.dtype or a.dtype not in PRECISIONS) and not (a.dtype in FLOAT8 and b.dtype in FLOAT8):
+        raise ValueError(
+            f"a is {a.dtype} and b is {b.dtype}; both must have one dtype, {_DTYPES}, or both be 8-bit floats"
+        )
     device = a.device
     if b.device != device or device.type not in ("cpu", "cuda"):
         raise ValueError(f"a is on {device} and b on {b.device}; both must be on one CPU or GPU")
@@ -153,7 +159,7 @@ def _prepare(
             raise ValueError(f"out is on {out.device} and the operands are on {device}")
         out_dtype = out.dtype
     elif out_dtype is None:
-        out_dtype = a.dtype
+        out_dtype = _default_out_dtype(a)
     if out_dtype not in PRECISIONS:
         raise ValueError(f"out_dtype is {out_dtype}; it must be {_DTYPES}")
     n = shape[-1]
@@ -172,6 +178,10 @@ def _prepare(
         bool(accumulate), device.type,
     )  # fmt: skip
     return _Call(problem, a2, b2, bias, shape, notes)
+
+
+def _default_out_dtype(a: Tensor) -> torch.dtype:
+    return torch.bfloat16 if a.dtype in FLOAT8 else a.dtype
 
 
 def _result_shape(a: Tensor, b: Tensor, trans_a: bool, trans_b: bool) -> tuple[tuple[int, ...], int]:
@@ -509,7 +519,7 @@ def _gemm_fake(
 ) -> Tensor:
     shape, _ = _result_shape(a, b, trans_a, trans_b)
     _check_epilogue(shape, bias, activation, a.device)
-    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+    return a.new_empty(shape, dtype=out_dtype or _default_out_dtype(a))
 
 
 @_gemm_out_op.register_fake

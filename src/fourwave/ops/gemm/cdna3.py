@@ -1,6 +1,7 @@
 """Four-wave GEMM for CDNA3 (gfx942): out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out).
 
 a        TN, NN: [M, K]; NT: [K, M]          bfloat16 or float16, inner stride 1, rows 16-byte aligned
+         TN also float8_e4m3fnuz and float8_e5m2fnuz, in any mix of a and b
 b        TN: [N, K]; NN, NT: [K, N]          as a
 out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
 bias     [N], optional
@@ -10,7 +11,7 @@ all of K. Operand tiles go from global memory to registers and from there to swi
 order (blocks/flydsl/tiles.py); this machine's direct loads to LDS bring 4 bytes per lane only. Where K is not
 contiguous, a lane reads a few neighbours along M or N at each k and sorts them into fragments in registers.
 
-Schedule, K step k, with two LDS buffers per operand, one more tile in registers, and num_slices = tile_k / 32:
+Schedule, K step k, with two LDS buffers per operand, one more tile in registers, and num_slices = tile_k / slice_k (32; 64 for 8-bit):
   slices 0 .. last - 1: read the next slice's fragments of tile k; multiply this slice's
   last slice: this wave's LDS reads of tile k and writes of tile k + 1 are done; barrier: so are every wave's
               write tile k + 2, which was loaded during the last step, to the buffer of tile k
@@ -21,7 +22,7 @@ for LDS writes, so wait_lds comes before it. Tiles past K fetch nothing and are 
 Every wave passes every barrier equally often, tails included.
 
 Limits  tails in M, N and K are handled; 16-byte alignment and the row stride limit are checked in config.py and amd.py.
-Source  operand layout of V_MFMA_F32_16X16X16_BF16: AMD CDNA3 ISA guide, AMD matrix instruction calculator.
+Source  operand layout of V_MFMA_F32_16X16X16_BF16, V_MFMA_F32_16X16X32_FP8_FP8: AMD CDNA3 ISA guide, AMD matrix instruction calculator.
 """
 
 import flydsl.compiler as flyc
@@ -75,7 +76,7 @@ def build(config, layout, fmt, epi):
 
         def load_tile(tile_index):
             k0 = tile_index * geo.tile_k
-            return load_registers(global_a, k0) + load_registers(global_b, k0)
+            return load_registers(global_a, k0, fmt.dtype) + load_registers(global_b, k0, fmt.dtype)
 
         def write_tile(chunks, stage):
             store_registers(chunks[: geo.a.loads], lds_a, stage * geo.a.stage_bytes, thread)

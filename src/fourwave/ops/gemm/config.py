@@ -17,9 +17,15 @@ if TYPE_CHECKING:
 
 ARCHS = ("gfx950", "gfx942")
 NUM_CUS = {"gfx950": 256, "gfx942": 304}  # MI350X, MI300X
-MMA = {"gfx950": "16x16x32", "gfx942": "16x16x16"}
+MMA = {"gfx950": "16x16x32", "gfx942": "16x16x16"}  # of 16-bit operands
+MMA_FLOAT8 = {"gfx950": "16x16x128", "gfx942": "16x16x32"}
+FLOAT8 = {
+    "gfx950": (torch.float8_e4m3fn, torch.float8_e5m2),
+    "gfx942": (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+}  # the codes that the matrix unit knows
 MAX_TILE_BYTES = 2**31  # one buffer resource: tile rows x row stride
 MAX_EXTENT = 2**31 - 2**12  # sizes are int32, and rounding up to a tile must not overflow
+RESERVED = 48  # registers per lane for addresses, loop state, epilogue
 ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu")
 
 
@@ -66,19 +72,48 @@ _CANDIDATES = {
         (16, 64, 128, 2, 1, 4),
     ),
 }
-MATRIX_FLOPS = {"gfx950": 4096, "gfx942": 2048}  # 16-bit, per clock and compute unit: published peaks / CUs / clock
+# K as above in bytes, but whole fragments: with 128 of them LDS holds two stages of 256 x 256.
+_CANDIDATES_FLOAT8 = {
+    "gfx950": (
+        (256, 256, 128, 2, 2, 2),
+        (128, 128, 128, 4, 2, 2),
+        (64, 64, 128, 4, 2, 2),
+        (32, 128, 256, 3, 1, 4),
+        (16, 64, 256, 4, 1, 4),
+    ),
+    "gfx942": (
+        (256, 256, 64, 2, 2, 2),
+        (128, 128, 64, 2, 2, 2),
+        (64, 64, 128, 2, 2, 2),
+        (32, 128, 128, 2, 1, 4),
+        (16, 64, 256, 2, 1, 4),
+    ),
+}
+# Per clock and compute unit: published peaks / CUs / clock. 16-bit; twice for 8-bit.
+MATRIX_FLOPS = {"gfx950": 4096, "gfx942": 2048}
 LOAD_BYTES_PER_CLOCK = 64  # L1 to registers or LDS, per compute unit
 OVERLAP_LOSS = 0.3  # share of the shorter of the two that is not hidden; an assumption, not measured
 
 
-def candidates(arch: str) -> list[GemmConfig]:
+def mma(elem_bytes: int, arch: str) -> str:
+    """The matrix instruction for operands of 1 or 2 bytes."""
+    return (MMA_FLOAT8 if elem_bytes == 1 else MMA)[arch]
+
+
+def fragment_bytes(elem_bytes: int, arch: str) -> int:
+    """Bytes per lane of what is read from LDS for one slice of K: one read of 16, and two for gfx950's K of 128."""
+    return 32 if elem_bytes == 1 and arch == "gfx950" else 16
+
+
+def candidates(arch: str, elem_bytes: int = 2) -> list[GemmConfig]:
     """The configurations that are compiled and tested for arch."""
-    return [GemmConfig(*sizes, mma=MMA[arch]) for sizes in _CANDIDATES[arch]]
+    table = _CANDIDATES_FLOAT8 if elem_bytes == 1 else _CANDIDATES
+    return [GemmConfig(*sizes, mma=mma(elem_bytes, arch)) for sizes in table[arch]]
 
 
 def modelled_clocks(config: GemmConfig, elem_bytes: int, arch: str) -> tuple[float, float]:
     """(multiplying, loading): clocks per element of K that one tile takes on one compute unit."""
-    matrix = 2 * config.tile_m * config.tile_n / MATRIX_FLOPS[arch]
+    matrix = elem_bytes * config.tile_m * config.tile_n / MATRIX_FLOPS[arch]
     loading = (config.tile_m + config.tile_n) * elem_bytes / LOAD_BYTES_PER_CLOCK
     return matrix, loading
 
@@ -92,7 +127,7 @@ def default_config(problem: GemmProblem, arch: str) -> tuple[GemmConfig, list[st
     cus = NUM_CUS[arch]
     elem_bytes = _elem_bytes(problem)
     best = None
-    for config in candidates(arch):
+    for config in candidates(arch, elem_bytes):
         tiles = -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
         matrix, loading = modelled_clocks(config, elem_bytes, arch)
         time = -(-tiles // cus) * (max(matrix, loading) + OVERLAP_LOSS * min(matrix, loading))
@@ -124,6 +159,7 @@ def operand_tiles(config: GemmConfig, layout: str, elem_bytes: int, arch: str) -
     what it reads where K is not.
     """
     banks = LDS_BANKS[arch]
+    fragment = fragment_bytes(elem_bytes, arch)
 
     def tile(extent, waves, k_contiguous, pairs):
         fragments = extent // waves // 16
@@ -131,7 +167,7 @@ def operand_tiles(config: GemmConfig, layout: str, elem_bytes: int, arch: str) -
             group = 2 if pairs and fragments % 2 == 0 else 1
         else:
             group = next(g for g in (4, 2, 1) if fragments % g == 0) if arch == "gfx942" else 1
-        return OperandTile(extent, config.tile_k, k_contiguous, elem_bytes, banks, group)
+        return OperandTile(extent, config.tile_k, k_contiguous, elem_bytes, banks, group, fragment)
 
     return (
         tile(config.tile_m, config.waves_m, layout != "NT", pairs=False),
@@ -152,10 +188,14 @@ def lds_bytes(config: GemmConfig, layout: str, elem_bytes: int, arch: str) -> in
 
 
 def min_registers(config: GemmConfig, elem_bytes: int, arch: str) -> int:
-    """Registers per lane that cannot be avoided: accumulators, two sets of fragments, gfx942's loads in flight."""
-    wave_m, wave_n = config.tile_m // config.waves_m, config.tile_n // config.waves_n
-    accumulators = wave_m * wave_n // WAVE
-    fragments = 2 * (wave_m + wave_n) * 32 * elem_bytes // (4 * WAVE)
+    """Registers per lane that cannot be avoided: accumulators, fragments, gfx942's loads in flight.
+
+    The next set of fragments is read while this one is multiplied, which finishes with those of b one by one
+    (mma.WaveMma.step): before the last of b, all of a and one of b are there twice.
+    """
+    frags_m, frags_n = config.tile_m // config.waves_m // 16, config.tile_n // config.waves_n // 16
+    accumulators = frags_m * frags_n * 4
+    fragments = (2 * frags_m + frags_n + 1) * fragment_bytes(elem_bytes, arch) // 4
     staged = 0
     if arch == "gfx942":
         staged = (config.tile_m + config.tile_n) * config.tile_k * elem_bytes // (4 * 4 * WAVE)
@@ -172,10 +212,8 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
         return f"arch {arch!r}: there are kernels for {', '.join(ARCHS)}"
     if problem.layout not in ("TN", "NN", "NT"):
         return f"layout {problem.layout!r}: the kernels have TN, NN and NT"
-    if problem.a_dtype != problem.b_dtype:
-        return f"a is {problem.a_dtype} and b is {problem.b_dtype}: the kernels take one type for both"
-    if problem.a_dtype not in (torch.bfloat16, torch.float16):
-        return f"operands are {problem.a_dtype}: the kernels take bfloat16 and float16"
+    if (reason := _why_operands_unsupported(problem, arch)) is not None:
+        return reason
     outputs = (torch.float32, torch.bfloat16, torch.float16)
     if problem.out_dtype not in outputs:
         return f"out is {problem.out_dtype}: the kernels write float32, bfloat16 and float16"
@@ -193,10 +231,27 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
     return _why_config_unsupported(problem, config, arch)
 
 
+def _why_operands_unsupported(problem, arch):
+    a, b = problem.a_dtype, problem.b_dtype
+    if a.itemsize == b.itemsize == 1 and a.is_floating_point and b.is_floating_point:
+        for name, dtype in (("a", a), ("b", b)):
+            if dtype not in FLOAT8[arch]:
+                known = " and ".join(str(each).removeprefix("torch.") for each in FLOAT8[arch])
+                return f"{name} is {dtype}: the matrix unit of {arch} reads codes as {known}"
+        if problem.layout != "TN":
+            return f"layout {problem.layout} of 8-bit operands: the kernels read them where K is contiguous only, TN"
+        return None
+    if a != b:
+        return f"a is {a} and b is {b}: the kernels take one type for both, or two 8-bit floats"
+    if a not in (torch.bfloat16, torch.float16):
+        return f"operands are {a}: the kernels take bfloat16, float16 and 8-bit floats"
+    return None
+
+
 def _why_config_unsupported(problem, config, arch):
     elem_bytes = _elem_bytes(problem)
-    if config.mma != MMA[arch]:
-        return f"mma {config.mma}: the {arch} kernel multiplies with {MMA[arch]}"
+    if config.mma != mma(elem_bytes, arch):
+        return f"mma {config.mma}: the {arch} kernel multiplies with {mma(elem_bytes, arch)}"
     if config.waves_m * config.waves_n != 4:
         return f"{config.waves_m} x {config.waves_n} waves: a workgroup has four"
     if config.tile_m > 256 or config.tile_n > 256:
@@ -204,8 +259,9 @@ def _why_config_unsupported(problem, config, arch):
     for name, tile, waves in (("tile_m", config.tile_m, config.waves_m), ("tile_n", config.tile_n, config.waves_n)):
         if tile % (16 * waves):
             return f"{name}={tile}: {waves} wave(s) need a multiple of {16 * waves}"
-    if config.tile_k % 32:
-        return f"tile_k={config.tile_k}: a multiple of 32 is needed"
+    slice_k = 4 * fragment_bytes(elem_bytes, arch) // elem_bytes
+    if config.tile_k % slice_k:
+        return f"tile_k={config.tile_k}: a multiple of {slice_k} is needed"
     if config.group_m < 1:
         return f"group_m={config.group_m}: at least 1 is needed"
     a, b = operand_tiles(config, problem.layout, elem_bytes, arch)
@@ -216,14 +272,16 @@ def _why_config_unsupported(problem, config, arch):
     if lds > LDS_BYTES[arch]:
         return f"{lds} bytes of LDS: {arch} has {LDS_BYTES[arch]} per workgroup"
     if arch == "gfx950":
-        if config.num_stages < 3:
-            return f"num_stages={config.num_stages}: with fewer than 3 every wait would drain all loads"
+        if config.num_stages < 2:
+            return f"num_stages={config.num_stages}: at least 2 are needed"
+        if config.num_stages == 2 and lds * 3 // 2 <= LDS_BYTES[arch]:
+            return "num_stages=2: every wait would drain all loads, and LDS has room for a third stage"
         # 4 KiB of LDS for each load in flight: what fits in LDS is less than s_waitcnt can count.
     elif config.num_stages != 2:
         return f"num_stages={config.num_stages}: the gfx942 kernel has 2 LDS buffers and one more tile in registers"
     registers = min_registers(config, elem_bytes, arch)
-    if registers > REGISTERS - 48:  # addresses, loop state, epilogue
-        return f"at least {registers} registers per lane and 48 for addresses: there are {REGISTERS}"
+    if registers > REGISTERS - RESERVED:
+        return f"at least {registers} registers per lane and {RESERVED} for addresses: there are {REGISTERS}"
     if -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n) >= 2**31:
         return f"more than 2**31 tiles of {config.tile_m}x{config.tile_n}: take larger ones"
     for what, rows, inner in (

@@ -9,6 +9,13 @@ import torch
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 LAYOUTS = ("TN", "NN", "NT")
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+FP8 = "fp8"  # any 8-bit float, in backend strings
+FLOAT8 = {
+    torch.float8_e4m3fn: "e4m3fn",
+    torch.float8_e5m2: "e5m2",
+    torch.float8_e4m3fnuz: "e4m3fnuz",
+    torch.float8_e5m2fnuz: "e5m2fnuz",
+}  # operands only
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in PRECISIONS}
 
 
@@ -69,8 +76,8 @@ class GemmProblem:
 
     @property
     def precision(self) -> str:
-        """Name of the operands' precision in backend strings: "bf16", "fp16" or "fp32"."""
-        return PRECISIONS[self.a_dtype]
+        """Name of the operands' precision in backend strings: "bf16", "fp16", "fp32" or "fp8"."""
+        return PRECISIONS.get(self.a_dtype, FP8)
 
     @property
     def flops(self) -> int:
@@ -78,7 +85,10 @@ class GemmProblem:
         return 2 * self.M * self.N * self.K
 
     def __str__(self) -> str:
-        parts = [f"{self.M}x{self.N}x{self.K} {self.layout} {self.precision}"]
+        operands = self.precision
+        if operands == FP8:
+            operands = " x ".join(FLOAT8[dtype] for dtype in (self.a_dtype, self.b_dtype))
+        parts = [f"{self.M}x{self.N}x{self.K} {self.layout} {operands}"]
         if self.out_dtype != self.a_dtype:
             parts.append(f"out {PRECISIONS.get(self.out_dtype, self.out_dtype)}")
         if self.bias_dtype is not None:
