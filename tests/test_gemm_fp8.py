@@ -123,7 +123,7 @@ def test_default_output_is_bfloat16_and_empty_calls_have_answers(target: Target)
     assert out.dtype == BF16 and torch.equal(out, torch.zeros_like(out))
 
 
-@pytest.mark.parametrize("mix", itertools.product((E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ), repeat=2))
+@pytest.mark.parametrize("mix", list(itertools.product((E4M3FN, E5M2, E4M3FNUZ, E5M2FNUZ), repeat=2)))
 def test_native_takes_every_mix(mix: tuple[torch.dtype, torch.dtype]) -> None:
     result = GemmCase(by_name("tail all"), dtype=mix[0], b_dtype=mix[1], out_dtype=FP32).run("native")
     assert result.passed
