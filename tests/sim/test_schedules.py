@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -111,3 +115,44 @@ def test_completion_and_schedule_do_not_change_a_result(arch, layout):
     assert not results[0].isnan().any()
     for other in results[1:]:
         assert np.array_equal(results[0].numpy().view(np.uint32), other.numpy().view(np.uint32))
+
+
+LONG = """
+  %zero = llvm.mlir.constant(0 : i32) : i32
+  %one = llvm.mlir.constant(1 : i32) : i32
+  llvm.br ^loop(%zero : i32)
+^loop(%i: i32):
+  %next = llvm.add %i, %one : i32
+  %again = llvm.icmp "slt" %next, %n : i32
+  llvm.cond_br %again, ^loop(%next : i32), ^end
+^end:
+  llvm.store %next, %out : i32, !llvm.ptr<1>
+"""
+
+
+def test_a_long_loop_is_not_taken_for_a_hang():
+    out = np.zeros(1, dtype=np.int32)
+    launch(lower(LONG, "%out: !llvm.ptr<1>, %n: i32"), out, 30_000_000, block=1)
+    assert out[0] == 30_000_000
+
+
+def test_an_interrupt_stops_a_launch():
+    def interrupt():
+        time.sleep(0.5)
+        signal.raise_signal(signal.SIGINT)
+
+    out = np.zeros(1, dtype=np.int32)
+    program = lower(LONG, "%out: !llvm.ptr<1>, %n: i32")
+    threading.Thread(target=interrupt).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch(program, out, 2**31 - 1, block=1)
+    assert time.monotonic() - start < 30  # the loop would take minutes
+    assert out[0] == 0
+
+
+@pytest.mark.parametrize("option", [{"schedule": "randomx"}, {"schedule": "random:4294967297"}, {"step_limit": -1}])
+def test_options_that_mean_nothing_are_refused(option):
+    with pytest.raises(ValueError, match=next(iter(option))):
+        with sim.session("gfx950", **option):
+            pass

@@ -110,7 +110,7 @@ typedef struct { i32 pc, meet; u64 mask; } Path;
 #define MAX_WAVES 32
 #define MAX_MARKS 64
 #define IDLE_TURNS 200   /* turns in which no workgroup got on, wrote or ended: they wait for what will not come */
-#define MAX_RESIDENT 256 /* workgroups a host thread keeps going at once */
+#define MAX_RESIDENT 64 /* workgroups a host thread keeps going at once */
 
 typedef struct {
     u32 *registers;
@@ -149,6 +149,7 @@ typedef struct Group {
     i32 num_findings;
     u64 counters[C_COUNTERS];
     Allocation *last;
+    u64 last_state;              /* of all its registers, when it last used up its turn */
     i32 synchronised;            /* has done an atomic or ordered access of global memory: it may know what others wrote */
     u64 random;
 #if W == 32
@@ -800,7 +801,7 @@ static void run_wave(Group *g, Wave *w) {
                 if (!(exec >> l & 1)) continue;
                 u64 x = (((u64)hi[l] << 32) | lo[l]) + offset;
                 if (!allowed(g, x, bytes, write)) {
-                    if (x >> 32 == LDS_APERTURE && (u32)x + bytes <= (u32)L->lds_bytes) { /* a generic address of LDS */
+                    if (x >> 32 == LDS_APERTURE && (u64)(u32)x + bytes <= (u64)L->lds_bytes) { /* a generic address of LDS */
                         if (!in_lds++) w->lds_seq++;
                         if (write) lds_write_check(g, w, (u32)x, bytes, l, line, 0); else lds_read_check(g, w, (u32)x, bytes, l, line);
                         if (!write) load_dwords(dest, n, l, g->lds + (u32)x, bytes);
@@ -1080,6 +1081,20 @@ static inline u64 barriers_passed(const Group *g) {
 #endif
 }
 
+/* Whether any wave's registers or place differ from the last time this was asked: one that only spins comes back to the same. */
+static int state_changed(Group *g) {
+    u64 hash = 1469598103934665603ull;
+    for (i32 i = 0; i < g->num_waves; i++) {
+        const Wave *w = &g->waves[i];
+        const u64 *words = (const u64 *)w->registers, n = (u64)g->launch->num_registers * W / 2;
+        for (u64 r = 0; r < n; r++) hash = (hash ^ words[r]) * 1099511628211ull;
+        hash = (hash ^ (u64)w->pc ^ (w->exec << 1)) * 1099511628211ull;
+    }
+    int changed = hash != g->last_state;
+    g->last_state = hash;
+    return changed;
+}
+
 /* A host thread: takes the launch's workgroups in order. A workgroup whose waves have all used up their turns may be waiting for another one
  * (split-K, stream-K): it is put aside, up to MAX_RESIDENT of them, and the thread goes on with the next. */
 static void *worker(void *argument) {
@@ -1122,7 +1137,7 @@ static void *worker(void *argument) {
             if (spare) end_group(g); else spare = g;
         }
         stuck++;
-        if (ended || barriers_passed(g) != epoch || g->counters[C_GLOBAL_WRITE_BYTES] != wrote) { atomic_fetch_add(&L->progress, 1); stuck = 0; }
+        if (ended || barriers_passed(g) != epoch || g->counters[C_GLOBAL_WRITE_BYTES] != wrote || state_changed(g)) { atomic_fetch_add(&L->progress, 1); stuck = 0; }
         if (seen != atomic_load(&L->progress)) { seen = atomic_load(&L->progress); idle = 0; }
         else if (!more && ++idle > IDLE_TURNS * count) {
             report(g, F_LIMIT, L->code[g->waves[0].pc + 1], &g->waves[0], 0, 0, -1, -1, 3);

@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import inspect
 import os
+import re
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -206,6 +207,11 @@ def _install() -> None:
             self._ir_text = compiled_module.operation.get_asm(enable_debug_info=True)
 
         def kernels(self, arch: str) -> Kernels:
+            target = re.search(r'#rocdl\.target<[^>]*chip = "(\w+)"', self._ir_text)
+            if target and target[1] != arch:
+                raise RuntimeError(
+                    f"this kernel was compiled for {target[1]}; the session simulates {arch}. Compile it in this session"
+                )
             with _install_lock:
                 if getattr(self, "_fourwave_kernels", None) is None:
                     self._fourwave_kernels = Kernels(self._ir_text, self._entry, arch)

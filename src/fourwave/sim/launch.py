@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,6 +49,8 @@ class Options:
         _ = self.schedule_code  # its seed
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"threads={self.threads}; it must be at least 1")
+        if self.step_limit < 0:
+            raise ValueError(f"step_limit={self.step_limit}; it must be 0 (no limit) or more")
         if self.workgroups is not None and (self.workgroups.step != 1 or self.workgroups.start < 0):
             raise ValueError(f"workgroups={self.workgroups}; it must be a range with step 1 from 0 or later")
 
@@ -54,8 +58,8 @@ class Options:
     def schedule_code(self) -> int:
         if self.schedule.startswith("random"):
             seed = self.schedule.partition(":")[2] or "2"
-            if not seed.isdigit() or int(seed) < 2:
-                raise ValueError(f"schedule={self.schedule!r}; write 'random:SEED' with an int SEED above 1")
+            if not seed.isdigit() or not 2 <= int(seed) < 1 << 31 or not re.fullmatch(r"random(:\d+)?", self.schedule):
+                raise ValueError(f"schedule={self.schedule!r}; write 'random:SEED' with an int SEED from 2 to 2^31 - 1")
             return int(seed)
         return {"forward": 0, "reverse": 1}[self.schedule]
 
@@ -74,6 +78,23 @@ class Memory:
             else:
                 merged.append([lo, hi])
         return (Allocation * max(1, len(merged)))(*(Allocation(lo, hi, 1, i) for i, (lo, hi) in enumerate(merged)))
+
+
+def _interruptible(core: Callable[..., int], raw: RawLaunch) -> int:
+    """Call the core so that Ctrl-C stops it at its waves' next turn: only the main thread gets the signal, and not while in C."""
+    if threading.current_thread() is not threading.main_thread():
+        return core(ctypes.byref(raw))
+    results: list[int] = []
+    thread = threading.Thread(target=lambda: results.append(core(ctypes.byref(raw))), name="fourwave-sim", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(0.2)
+    except BaseException:
+        raw.stop = 1
+        thread.join()
+        raise
+    return results[0]
 
 
 def run(
@@ -154,7 +175,7 @@ def run(
         max_findings=_MAX_FINDINGS,
     )
     start = time.perf_counter()
-    if total and library(program.wave_size).fourwave_sim_run(ctypes.byref(raw)):
+    if total and _interruptible(library(program.wave_size).fourwave_sim_run, raw):
         raise ValueError(f"kernel {program.name}: too many waves in a workgroup of {block}")
     seconds = time.perf_counter() - start
     launch = Launch(

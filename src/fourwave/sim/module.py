@@ -57,6 +57,10 @@ def _pass(value: Any, text: str, memory: Memory) -> list[int]:
             if size and not value.is_contiguous():
                 raise ValueError("a tensor argument must be contiguous")
         else:
+            if not value.flags.c_contiguous or not value.flags.writeable:
+                raise ValueError(
+                    "an array argument must be contiguous and writeable: a kernel may write what it points to"
+                )
             address, size = value.ctypes.data, value.nbytes
         memory.ranges.append((address, address + size))
         return [address & 0xFFFFFFFF, address >> 32]
@@ -68,6 +72,8 @@ def _pass(value: Any, text: str, memory: Memory) -> list[int]:
         raise NotImplementedError(f"an argument of type {text}")
     if not isinstance(t, Int):
         raise NotImplementedError(f"an argument of type {text}")
+    if not -(1 << (t.bits - 1)) <= value < 1 << t.bits:
+        raise ValueError(f"{value} does not fit an argument of type {text}")
     return [value >> (32 * i) & 0xFFFFFFFF for i in range(max(1, t.bits // 32))]
 
 
