@@ -288,6 +288,9 @@ def _eager(
         notes = []
     else:
         notes = selection.backend.run_gemm(problem, config, call.a, call.b, target, call.bias, float(alpha))
+        if out is not None and selection.backend.name != "native" and not out.is_inference():
+            # A kernel writes through a pointer, which autograd does not see: it must know that saved values are gone.
+            torch.autograd.graph.increment_version(out)
     if copy_back:
         out.copy_(target.view(call.shape))  # type: ignore[union-attr]
     if _logger.isEnabledFor(logging.DEBUG):
