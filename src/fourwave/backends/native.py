@@ -21,6 +21,14 @@ def _tf32_allowed() -> bool:
     return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
+def _inexact_fp32() -> bool:
+    """Whether PyTorch may multiply float32 on the CPU in bf16 or TF32: torch.set_float32_matmul_precision("medium")."""
+    getter = getattr(torch._C, "_get_fp32_precision_getter", None)  # torch 2.9 and later
+    if getter is None:
+        return torch.get_float32_matmul_precision() != "highest"
+    return getter("mkldnn", "matmul") not in ("ieee", "none")
+
+
 class NativeBackend(Backend):
     """torch.mm.
 
@@ -30,7 +38,8 @@ class NativeBackend(Backend):
     the call is torch.mm as it is, so torch.backends.cuda.matmul.allow_{bf16,fp16}_reduced_precision_reduction, which
     PyTorch turns on, lets the library round partial sums of a split K.
     fp32 is multiplied in fp32; on a GPU in TF32 only where the user asked PyTorch for it
-    (torch.backends.cuda.matmul.allow_tf32, off by default).
+    (torch.backends.cuda.matmul.allow_tf32, off by default). On the CPU torch.set_float32_matmul_precision does not change
+    that: where it would let PyTorch round the operands, products are computed in float64. Autocast changes nothing either.
     """
 
     name = "native"
@@ -45,6 +54,9 @@ class NativeBackend(Backend):
 
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
         reasons = []
+        if problem.device_type == "cpu" and _inexact_fp32():
+            why = "multiplied in fp64, epilogue in fp32: PyTorch's setting would let it round fp32 operands"
+            return Description(kernel="torch.mm", reasons=[why])
         on_gpu = problem.device_type == "cuda"
         if problem.precision == FP8:
             reasons.append("converted to fp32, which is exact; accumulated in fp32, one rounding to the output")
@@ -76,18 +88,37 @@ class NativeBackend(Backend):
         bias: torch.Tensor | None,
         alpha: float,
     ) -> list[str]:
+        if torch.is_autocast_enabled(problem.device_type):
+            with torch.autocast(problem.device_type, enabled=False):
+                return self._run(problem, a, b, out, bias, alpha)
+        return self._run(problem, a, b, out, bias, alpha)
+
+    def _run(
+        self,
+        problem: GemmProblem,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        bias: torch.Tensor | None,
+        alpha: float,
+    ) -> list[str]:
         op_a = a.mT if problem.trans_a else a
         op_b = b.mT if problem.trans_b else b
         is_fp32 = problem.a_dtype == torch.float32
+        # The setting is the process's: changing it for one product would race with other threads.
+        widen = problem.device_type == "cpu" and _inexact_fp32()
         if (
-            alpha == 1.0
+            not widen
+            and alpha == 1.0
             and problem.out_dtype == problem.a_dtype
             and (is_fp32 or problem.device_type == "cuda")
             and self._is_plain(problem)
         ):
             torch.mm(op_a, op_b, out=out)
             return []
-        if is_fp32:
+        if widen:
+            acc = torch.mm(op_a.double(), op_b.double()).float()
+        elif is_fp32:
             acc = torch.mm(op_a, op_b)
         elif problem.device_type == "cuda" and _HAS_MM_OUT_DTYPE and problem.precision != FP8:
             acc = torch.mm(op_a, op_b, out_dtype=torch.float32)
