@@ -173,3 +173,13 @@ def test_auto_takes_a_gpu_where_there_is_one_and_the_simulator_elsewhere(monkeyp
     assert demo_run.choose_backend("auto")[0] == ("flydsl" if NO_GPU is None else "sim:gfx950")
     monkeypatch.setattr(type(registry.get("flydsl")), "unavailable", lambda self, arch=None: None)
     assert demo_run.choose_backend("auto")[0] == "flydsl"
+
+
+def test_the_variable_chooses_where_the_option_does_not(monkeypatch):
+    from fourwave.demo.run import choose_backend
+
+    monkeypatch.setenv("FOURWAVE_BACKEND", "fp32=sim:gfx942,bf16=native")
+    assert choose_backend("auto") == ("native", "FOURWAVE_BACKEND=fp32=sim:gfx942,bf16=native")
+    monkeypatch.setenv("FOURWAVE_BACKEND", "nonsense")
+    with pytest.raises(ValueError, match="nonsense"):
+        choose_backend("auto")

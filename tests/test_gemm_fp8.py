@@ -135,8 +135,8 @@ def test_what_the_kernels_refuse(arch: str) -> None:
     own, other = FLOAT8[arch], FLOAT8["gfx942" if arch == "gfx950" else "gfx950"]
     good = GemmProblem(64, 64, 64, "TN", own[0], own[1], BF16)
     assert why_unsupported(good, None, arch) is None
-    for changes in ({"a_dtype": other[0]}, {"b_dtype": other[1]}):
-        assert "codes" in (why_unsupported(replace(good, **changes), None, arch) or "")
+    for foreign in (replace(good, a_dtype=other[0]), replace(good, b_dtype=other[1])):
+        assert "codes" in (why_unsupported(foreign, None, arch) or "")
     for layout in ("NN", "NT"):
         assert "TN" in (why_unsupported(replace(good, layout=layout), None, arch) or "")
     assert "two 8-bit" in (why_unsupported(replace(good, b_dtype=BF16), None, arch) or "")

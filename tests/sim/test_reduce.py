@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def test_integers(name: str, t: str, dtype: type) -> None:
 @pytest.mark.parametrize("name", FLOAT)
 @pytest.mark.parametrize(("t", "dtype"), [("f32", np.float32), ("f16", np.float16)])
 def test_largest_and_smallest(name: str, t: str, dtype: type) -> None:
-    values = np.random.default_rng(1).standard_normal((64, 8)).astype(dtype)
+    values: np.ndarray = np.random.default_rng(1).standard_normal((64, 8)).astype(dtype)
     values[3, 5] = np.nan
     got = run(f"vector<8x{t}>", f'\n  %r = "llvm.intr.vector.reduce.{name}"(%v) : (vector<8x{t}>) -> {t}', t, values)
     want = FLOAT[name].reduce(values, axis=1)
@@ -48,8 +49,8 @@ def test_largest_and_smallest(name: str, t: str, dtype: type) -> None:
 
 
 @pytest.mark.parametrize(("name", "step"), [("fadd", lambda x, y: x + y), ("fmul", lambda x, y: x * y)])
-def test_sums_and_products_go_in_order(name: str, step: object) -> None:
+def test_sums_and_products_go_in_order(name: str, step: Any) -> None:
     values = np.random.default_rng(2).standard_normal((64, 8)).astype(np.float32) * 1000
     text = f'\n  %start = llvm.mlir.constant(1.5 : f32) : f32\n  %r = "llvm.intr.vector.reduce.{name}"(%start, %v) : (f32, vector<8xf32>) -> f32'
-    want = [reduce(step, row, np.float32(1.5)) for row in values]  # type: ignore[arg-type]
+    want = [reduce(step, row, np.float32(1.5)) for row in values]
     np.testing.assert_array_equal(run("vector<8xf32>", text, "f32", values), np.array(want, np.float32))

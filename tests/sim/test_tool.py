@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def test_the_scripts_exit_status(tmp_path, capsys, code, status):
     script.write_text(code)
     assert run_script(script, [])[0] == status
     assert capsys.readouterr().err.strip() == ("why" if "why" in code else "")
-    assert invoke(str(script)).exit_code == status
+    assert invoke(str(script)).exit_code == (status or 1)  # nothing was launched, so nothing was checked
 
 
 def test_the_scripts_own_errors_are_its_own(tmp_path):
@@ -413,3 +414,13 @@ def test_doctor_lists_what_the_simulator_handles(tmp_path):
     listed = {o["name"] for o in json.loads(path.read_text())["operations"]}
     assert listed >= set(HANDLERS)
     assert "rocdl.mfma.scale.f32.16x16x128.f8f6f4" in result.output and "operations handled" in result.output
+
+
+def test_a_script_that_launches_nothing_is_no_success(tmp_path):
+    script = tmp_path / "nothing.py"
+    script.write_text("print('hello')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "fourwave.cli", "sim", str(script)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    assert "nothing was launched" in done.stderr

@@ -31,7 +31,7 @@ def run(
     expect: Path | None,
     json_file: Path | None,
 ) -> None:
-    """Exit status: the script's own if not 0; else 1 with findings, or with survivors that `expect` does not accept; else 0."""
+    """Exit status: the script's own if not 0; else 1 with findings, with no launch at all, or with survivors that `expect` does not accept; else 0."""
     if not script.is_file():
         con.fail(f"no such script: {script}")
     if expect is not None and not mutate:
@@ -70,9 +70,14 @@ def run(
     unexpected: list[Outcome] = []
     if harness is not None:
         unexpected = _show_faults(out, harness, accepted)
+    if not report.launches:
+        err.print(
+            "[bold red]nothing was launched:[/] no kernel of the script reached the simulator, so nothing was checked",
+            soft_wrap=True,
+        )
     if json_file is not None:
         con.write_json(json_file, _record(script, arch, status, report, harness))
-    raise typer.Exit(status or int(bool(report.findings or unexpected)))
+    raise typer.Exit(status or int(bool(report.findings or unexpected or not report.launches)))
 
 
 def _from_script(error: BaseException, script: Path) -> bool:

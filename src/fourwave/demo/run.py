@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from fourwave.backends import registry
+from fourwave import env
+from fourwave.backends import registry, select
 from fourwave.demo.linear import LinearRecord, replace_linears
 from fourwave.demo.model import EmbeddingModel
 from fourwave.errors import BackendUnavailable
@@ -66,15 +67,19 @@ class DemoResult:
 
 
 def choose_backend(requested: str) -> tuple[str, str]:
-    """(backend, why). "auto" means the AMD kernels, on a GPU where there is one for them, else simulated for gfx950.
+    """(backend, why). "auto" takes FOURWAVE_BACKEND's for bf16 where that names one; otherwise the AMD kernels, on a GPU where there is one for
+    them, else simulated for gfx950.
 
     Raises ValueError for an unknown name, BackendUnavailable for a named backend that cannot run here.
     """
+    why = "asked for"
+    if requested == "auto" and (variable := env.backend()) is not None:
+        requested, why = select.parse(variable)["bf16"], f"{env.BACKEND_VARIABLE}={variable}"
     if requested != "auto":
         backend = registry.get(requested)
         if reason := backend.unavailable():
             raise BackendUnavailable(f"backend {requested!r} was asked for and cannot run here: {reason}")
-        return backend.name, "asked for"
+        return backend.name, why
     if registry.get("flydsl").unavailable() is None:
         return "flydsl", "its GPU is here"
     return "sim:gfx950", "no GPU that the AMD kernels run on; fourwave doctor says more"

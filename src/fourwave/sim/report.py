@@ -90,6 +90,12 @@ class Finding:
     stack: tuple[tuple[str, int], ...] = ()
     other_stack: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def _advice(self) -> str:
+        if self.kind == "memory" and " LDS" in self.message and "copy" not in self.message:
+            return "check the address arithmetic: stage, row and swizzle, and the size of the LDS array"
+        return _ADVICE[self.kind]
+
     def __str__(self) -> str:
         place, other = f"{self.file}:{self.line}", ""
         via = "".join(f"\n    in {file}:{line}" for file, line in self.stack)
@@ -99,7 +105,7 @@ class Finding:
         return (
             f"{place}: {self.kind}: {self.message}{via}\n"
             f"    kernel {self.kernel}, workgroup {self.workgroup}, wave {self.wave}, lane {self.lane}, address {self.address:#x};"
-            f" {self.count} occurrences{other}\n    {_ADVICE[self.kind]}"
+            f" {self.count} occurrences{other}\n    {self._advice}"
         )
 
 
