@@ -350,6 +350,42 @@ def test_errors() -> None:
     assert formats.get("e5m2") is E5M2
 
 
+def test_decode_gives_a_tensor_of_its_own() -> None:
+    for codes in (torch.tensor(0x38, dtype=torch.uint8), torch.tensor([0x38], dtype=torch.uint8)):
+        value = formats.decode(codes, E4M3FN)
+        assert value.shape == codes.shape and value.item() == 1.0
+        value.fill_(7.0)
+        assert formats.decode(codes, E4M3FN).item() == 1.0
+    assert formats.decode(np.array(0x38, np.uint8), E4M3FN) == 1.0
+    assert formats.decode(torch.empty(0, 3, dtype=torch.uint8), E4M3FN).shape == (0, 3)
+
+
+def test_a_table_made_under_a_mode_is_not_kept() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    def under_fake() -> None:
+        with FakeTensorMode():
+            fake = formats.decode(torch.empty(3, dtype=torch.uint8), E5M2)
+            assert fake.shape == (3,) and fake.dtype == torch.float32
+
+    def under_inference() -> None:
+        with torch.inference_mode():
+            formats.decode(code, E5M2)
+
+    def under_meta() -> None:
+        with torch.device("meta"):
+            assert formats.decode(code, E5M2).device.type == "cpu"
+        assert formats.decode(code.to("meta"), E5M2).device.type == "meta"
+
+    code = torch.tensor([0x3C], dtype=torch.uint8)
+    for first in (under_fake, under_inference, under_meta):
+        formats.element._table.cache_clear()
+        first()
+        value = formats.decode(code, E5M2)
+        assert type(value) is torch.Tensor and value.item() == 1.0
+        assert not formats.element._table(E5M2, torch.float32, code.device).is_inference()
+
+
 # --------------------------------------------------------------------------------------------------------------- packing
 
 

@@ -139,8 +139,8 @@ def _magnitude(fmt: ElementFormat, code: int) -> float:
     return float(np.ldexp((1 << fmt.mantissa_bits) + mantissa, exponent - fmt.bias - fmt.mantissa_bits))
 
 
-@functools.lru_cache(maxsize=32)
-def _table(fmt: ElementFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+@functools.lru_cache(maxsize=8)
+def _values(fmt: ElementFormat) -> tuple[float, ...]:
     """Value of every code."""
     values = []
     for code in range(fmt.num_codes):
@@ -152,7 +152,17 @@ def _table(fmt: ElementFormat, dtype: torch.dtype, device: torch.device) -> torc
         else:
             value = float("inf") if rest == fmt.inf_code else float("nan")
         values.append(-value if sign else value)
-    return torch.tensor(values, dtype=torch.float64).to(device=device, dtype=dtype)
+    return tuple(values)
+
+
+def _new_table(fmt: ElementFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(_values(fmt), dtype=torch.float64, device="cpu").to(device=device, dtype=dtype)
+
+
+@functools.lru_cache(maxsize=32)
+def _table(fmt: ElementFormat, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return _new_table(fmt, dtype, device)
 
 
 @overload
@@ -185,7 +195,10 @@ def decode(codes, fmt, dtype=torch.float32):  # type: ignore[no-untyped-def]
     if codes.dtype != fmt.code_dtype or fmt.bits < 8:
         if index.numel() and not (0 <= int(index.min()) and int(index.max()) < fmt.num_codes):
             raise ValueError(f"codes run from {int(index.min())} to {int(index.max())}; {fmt.name} has {fmt.num_codes}")
-    return _table(fmt, dtype, codes.device)[index]
+    # What is made under a dispatch mode (FakeTensorMode, tracing) belongs to the mode and may not be kept.
+    moded = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state()
+    table = (_new_table if moded else _table)(fmt, dtype, codes.device)
+    return table.index_select(0, index.reshape(-1)).view(index.shape)  # never a view of the table
 
 
 @overload
