@@ -72,3 +72,84 @@ def test_float32_matmul_precision_rounds_no_operand_on_the_cpu(precision: str, d
     told = str(fw.explain(a, b, backend="native"))
     assert ("fp64" in told) == (precision != "highest")
     assert ("accumulated in fp32" in told or "true fp32" in told) == (precision == "highest")
+
+
+def graph_targets(graph: torch.fx.Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+@backends
+def test_tracing_sees_one_operator(backend: str) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x, w = normal(16, 32, dtype=BF16), normal(24, 32, dtype=BF16, seed=1)
+    other = normal(16, 32, dtype=BF16, seed=2)
+
+    def call(t: torch.Tensor) -> torch.Tensor:
+        return fw.gemm(t, w, backend=backend)
+
+    traced = torch.jit.trace(call, (x,))
+    assert "fourwave::gemm" in str(traced.graph) and torch.equal(traced(other), call(other))
+    graph = make_fx(call)(x)
+    assert "fourwave.gemm.default" in graph_targets(graph.graph) and torch.equal(graph(other), call(other))
+
+
+@backends
+def test_a_dispatch_mode_sees_one_operator(backend: str) -> None:
+    from torch._subclasses import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x, w = normal(16, 32, dtype=BF16), normal(24, 32, dtype=BF16, seed=1)
+    out = torch.empty(16, 24, dtype=BF16)
+    with Record():
+        got = fw.gemm(x, w, backend=backend)
+        fw.gemm(x, w, out=out, backend=backend)
+    assert seen == ["fourwave.gemm.default", "fourwave.gemm_out.default"]
+    assert torch.equal(got, fw.gemm(x, w, backend=backend)) and torch.equal(out, got)
+    with FakeTensorMode(), pytest.raises(Exception, match="convert all Tensors to FakeTensors"):
+        fw.gemm(x, w, backend=backend)  # real tensors
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert fw.gemm(x, w, backend=backend).shape == (16, 24)
+
+
+@backends
+def test_forward_mode_raises(backend: str) -> None:
+    from torch.autograd import forward_ad
+
+    x, w = normal(16, 32, dtype=BF16), normal(24, 32, dtype=BF16, seed=1)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="tangent"):
+            fw.gemm(dual, w, backend=backend)
+        assert torch.equal(fw.gemm(x, w, backend=backend), fw.gemm(x.clone(), w, backend=backend))
+
+
+LAYOUT_FLAGS = {"TN": (False, True), "NN": (False, False), "NT": (True, False)}
+
+
+@backends
+@pytest.mark.parametrize("layout", LAYOUT_FLAGS)
+@pytest.mark.parametrize(("m", "n", "k"), [(0, 8, 16), (4, 0, 16), (4, 8, 0), (0, 0, 16), (0, 0, 0)])
+def test_backward_of_empty_shapes(backend: str, layout: str, m: int, n: int, k: int) -> None:
+    trans_a, trans_b = LAYOUT_FLAGS[layout]
+    a_shape, b_shape = (k, m) if trans_a else (m, k), (n, k) if trans_b else (k, n)
+    for lead in ((), (2,)):
+        extra = lead if trans_a else ()  # NT flattens the leading dimensions of both
+        a = normal(*lead, *a_shape, dtype=BF16).requires_grad_()
+        b = normal(*extra, *b_shape, dtype=BF16, seed=1).requires_grad_()
+        bias = normal(n, seed=2).requires_grad_()
+        y = fw.gemm(a, b, trans_a=trans_a, trans_b=trans_b, bias=bias, activation="silu", backend=backend)
+        y.sum().backward()
+        z = bias.detach().expand(y.shape).clone().requires_grad_()  # the product is 0
+        (slope,) = torch.autograd.grad(torch.nn.functional.silu(z).sum(), z)
+        rows = slope.reshape(y.numel() // n if n else 0, n).sum(0)
+        assert a.grad is not None and a.grad.shape == a.shape and not a.grad.any()
+        assert b.grad is not None and b.grad.shape == b.shape and not b.grad.any()
+        torch.testing.assert_close(bias.grad, rows, rtol=1e-2, atol=1e-2)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from fourwave.backends import registry, select
 from fourwave.ops.gemm.problem import ACTIVATIONS, FLOAT8, PRECISIONS, GemmProblem
@@ -79,9 +80,13 @@ def gemm(
         return _eager(a, b, trans_a, trans_b, out_dtype, bias, activation, alpha, accumulate, out, config, backend)
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("torch.func transforms (grad, vmap, ...) cannot go through gemm: use torch.autograd")
+    if _has_tangent(a, b, bias, out):
+        raise NotImplementedError(
+            "an argument has a forward-mode tangent, which would be dropped: gemm has backward-mode gradients only"
+        )
     if config is not None:
         raise NotImplementedError(
-            "config is not supported with autograd or torch.compile: the operator has no such field"
+            "config is not supported with autograd, torch.compile, tracing or a dispatch mode: the operator has no such field"
         )
     if a.dtype in FLOAT8 and torch.is_grad_enabled() and _requires_grad(a, b):
         raise ValueError("8-bit operands require grad: their gradient would be rounded to 8 bits; detach them")
@@ -103,12 +108,23 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
+def _has_tangent(*tensors: Tensor | None) -> bool:
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
 
 
 def _needs_operator(*tensors: Tensor | None) -> bool:
     """Whether something other than plain eager execution has to see the call as one operator."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    # TorchDispatchMode (FakeTensorMode, make_fx, ...) and torch.jit.trace
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None:
+        return True
+    if forward_ad._current_level >= 0 and _has_tangent(*tensors):
         return True
     for t in tensors:
         if type(t) not in _PLAIN:
@@ -571,12 +587,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dz = grad.float() * _activation_slope(z, ctx.activation)
     dbias = None
     if bias is not None and ctx.needs_input_grad[2]:
-        dbias = dz.float().reshape(-1, dz.shape[-1]).sum(0).to(bias.dtype)
+        dbias = _rows(dz.float()).sum(0).to(bias.dtype)
     dz = dz.to(a.dtype)
     product = functools.partial(op, bias=None, activation=None, alpha=ctx.alpha, out_dtype=a.dtype)
     da = db = None
     if trans_a:
-        a2, b2 = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
+        a2, b2 = _rows(a), _rows(b)
         if ctx.needs_input_grad[0]:
             da = product(b2, dz, trans_a=False, trans_b=True).reshape(a.shape)
         if ctx.needs_input_grad[1]:
@@ -588,6 +604,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
             left, right = (dz, a) if trans_b else (a, dz)
             db = product(left, right, trans_a=True, trans_b=False)
     return da, db, dbias, None, None, None, None, None, None
+
+
+def _rows(t: Tensor) -> Tensor:
+    """t with its leading dimensions flattened; a -1 could not be inferred where the last one is 0."""
+    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def _activation_slope(z: Tensor, activation: str) -> Tensor:
