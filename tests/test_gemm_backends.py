@@ -145,6 +145,14 @@ def test_sliced_and_offset_operands_give_the_contiguous_result(target: Target) -
         assert torch.equal(fw.gemm(w, view, backend=target.backend), swapped)
 
 
+def test_a_bias_of_one_element_may_have_any_stride(target: Target) -> None:
+    x, w = torch.ones(4, 16, dtype=BF16, device=target.device), torch.ones(1, 16, dtype=BF16, device=target.device)
+    bias = torch.tensor([0.5, 9.0, 9.0], device=target.device)[::3]
+    assert bias.stride() == (3,)
+    out = fw.gemm(x, w, bias=bias, backend=target.backend)
+    assert out.flatten().tolist() == [16.5] * 4
+
+
 def test_expanded_and_negated_operands(target: Target) -> None:
     generator = torch.Generator().manual_seed(0)
     row = torch.randn(1, 64, generator=generator).to(target.device, BF16)

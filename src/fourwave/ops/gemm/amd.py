@@ -124,7 +124,8 @@ def run(
     if bias is None:
         bias_arg = target[0]  # not read
     else:
-        bias_arg = bias.contiguous()
+        # A single element is contiguous whatever its stride, but the kernel is traced with stride 1.
+        bias_arg = bias.as_strided((1,), (1,)) if problem.N == 1 else bias.contiguous()
         if bias_arg.data_ptr() % ALIGN_BYTES and vectorised:
             bias_arg = bias_arg.clone()
             notes.append("bias copied: not 16-byte aligned")
