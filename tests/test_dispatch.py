@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 import fourwave as fw
 from fourwave.backends import guard, registry, select
 from fourwave.ops.gemm import api
-from fourwave.ops.gemm.config import default_config
+from fourwave.ops.gemm.config import GemmConfig, default_config
 from fourwave.ops.gemm.problem import GemmProblem
+from fourwave.ops.gemm.sm90_config import HopperConfig
 
 SIM = registry.get("sim").unavailable()
 FLYDSL = registry.get("flydsl").unavailable()
@@ -162,6 +164,32 @@ def test_a_config_is_not_dropped():
             fw.gemm(A, B, config=config)
     with pytest.raises(NotImplementedError, match="config"):
         fw.gemm(A.clone().requires_grad_(), B, config=config)
+
+
+@needs_sim
+@pytest.mark.parametrize("name", ["tile_m", "tile_n", "tile_k", "num_stages", "waves_m", "waves_n", "group_m"])
+def test_a_config_of_zeros_is_refused_with_the_reason(name):
+    for value in (0, -16, 16.0, "16"):
+        config = replace(GemmConfig(), **{name: value})
+        with pytest.raises(NotImplementedError, match=f"{name}={value!r}: an int of at least 1"):
+            fw.gemm(A, B, config=config, backend="sim")
+        assert f"{name}={value!r}" in str(fw.explain(A, B, config=config, backend="sim").error)
+
+
+@pytest.mark.parametrize("call", [fw.gemm, fw.explain])
+def test_a_config_or_backend_of_a_wrong_type_is_an_error(call):
+    for config in ({"tile_m": 64}, (256, 256), "256x256", 7, GemmConfig):
+        with pytest.raises(ValueError, match=r"config is .*GemmConfig"):
+            call(A, B, config=config)
+    for backend in (7, b"sim", registry.get("sim"), ["sim"]):
+        with pytest.raises(ValueError, match=r"backend is .*native"):
+            call(A, B, backend=backend)
+
+
+@needs_sim
+def test_a_config_of_another_backend_is_refused():
+    with pytest.raises(NotImplementedError, match="config is a HopperConfig"):
+        fw.gemm(A, B, config=HopperConfig(), backend="sim")
 
 
 @needs_sim

@@ -76,6 +76,8 @@ def gemm(
     Raises ValueError for what the caller must change, BackendUnavailable when a backend that was asked for is not here,
     NotImplementedError when it cannot run this.
     """
+    if config is not None or backend is not None:
+        _check_choice(config, backend)
     if not _needs_operator(a, b, bias, out):
         return _eager(a, b, trans_a, trans_b, out_dtype, bias, activation, alpha, accumulate, out, config, backend)
     if torch._C._are_functorch_transforms_active():
@@ -106,6 +108,20 @@ def gemm(
 
 def _requires_grad(*tensors: Tensor | None) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _check_choice(config: object, backend: object) -> None:
+    if backend is not None and not isinstance(backend, str):
+        raise ValueError(f"backend is {backend!r}; it must be a string, one of {', '.join(registry.known())}, or None")
+    if config is not None:
+        from fourwave.ops.gemm.config import GemmConfig
+        from fourwave.ops.gemm.sm90_config import HopperConfig
+
+        if not isinstance(config, (GemmConfig, HopperConfig)):
+            raise ValueError(
+                f"config is {config!r}; it must be a fourwave.ops.gemm.config.GemmConfig (flydsl, sim), a "
+                "fourwave.ops.gemm.sm90_config.HopperConfig (hopper) or None"
+            )
 
 
 def _has_tangent(*tensors: Tensor | None) -> bool:
@@ -433,6 +449,7 @@ def explain(
     Runs no kernel and writes nothing. What the caller must change raises ValueError as it does in `gemm`; that no
     backend could run is told in the result (`error`).
     """
+    _check_choice(config, backend)
     call = _prepare(a, b, trans_a, trans_b, out_dtype, bias, activation, accumulate, out)
     problem, notes = call.problem, call.notes
     if out is not None:

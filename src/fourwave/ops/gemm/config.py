@@ -210,6 +210,8 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
     """
     if arch not in ARCHS:
         return f"arch {arch!r}: there are kernels for {', '.join(ARCHS)}"
+    if config is not None and not isinstance(config, GemmConfig):
+        return f"config is a {type(config).__name__}: the FlyDSL kernels take a GemmConfig"
     if problem.layout not in ("TN", "NN", "NT"):
         return f"layout {problem.layout!r}: the kernels have TN, NN and NT"
     if (reason := _why_operands_unsupported(problem, arch)) is not None:
@@ -249,6 +251,10 @@ def _why_operands_unsupported(problem, arch):
 
 
 def _why_config_unsupported(problem, config, arch):
+    for name in ("tile_m", "tile_n", "tile_k", "num_stages", "waves_m", "waves_n", "group_m"):
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            return f"{name}={value!r}: an int of at least 1 is needed"
     elem_bytes = _elem_bytes(problem)
     if config.mma != mma(elem_bytes, arch):
         return f"mma {config.mma}: the {arch} kernel multiplies with {mma(elem_bytes, arch)}"
@@ -262,8 +268,6 @@ def _why_config_unsupported(problem, config, arch):
     slice_k = 4 * fragment_bytes(elem_bytes, arch) // elem_bytes
     if config.tile_k % slice_k:
         return f"tile_k={config.tile_k}: a multiple of {slice_k} is needed"
-    if config.group_m < 1:
-        return f"group_m={config.group_m}: at least 1 is needed"
     a, b = operand_tiles(config, problem.layout, elem_bytes, arch)
     for tile in (a, b):
         if (reason := tile.problem()) is not None:

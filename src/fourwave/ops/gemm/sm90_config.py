@@ -112,6 +112,20 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None, promote: 
 
 
 def _why_config_unsupported(config: HopperConfig, elem_bytes: int, out_dtype: torch.dtype, promote: bool) -> str | None:
+    for name in (
+        "tile_m",
+        "tile_n",
+        "tile_k",
+        "consumers",
+        "num_stages",
+        "store_stages",
+        "cluster_m",
+        "cluster_n",
+        "group",
+    ):
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            return f"{name}={value!r}: an int of at least 1 is needed"
     if config.schedule not in ("cooperative", "pingpong"):
         return f"schedule {config.schedule!r}: there are cooperative and pingpong"
     if config.consumers not in (1, 2, 3) or (config.schedule == "pingpong" and config.consumers != 2):
@@ -141,10 +155,10 @@ def _why_config_unsupported(config: HopperConfig, elem_bytes: int, out_dtype: to
         return f"cluster {config.cluster_m}x{config.cluster_n}: powers of two, at most 4 CTAs"
     if (config.tile_m // 64) % config.cluster_n or (config.tile_n // 64) % config.cluster_m:
         return f"cluster {config.cluster_m}x{config.cluster_n}: each CTA loads its share of a tile in slices of 64 rows"
-    if config.group < 1 or config.along not in ("m", "n"):
-        return f"bands of {config.group} along {config.along!r}: at least 1, along m or n"
+    if config.along not in ("m", "n"):
+        return f"bands along {config.along!r}: along m or n"
     buffers = config.warpgroup_m // STORE_ROWS * (config.tile_n // store_columns(out_dtype))
-    if config.store_stages < 1 or buffers % config.store_stages:
+    if buffers % config.store_stages:
         return (
             f"store_stages={config.store_stages}: it must divide the {buffers} buffers that a warpgroup stores per tile"
         )
