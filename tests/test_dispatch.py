@@ -251,6 +251,36 @@ def test_explain_runs_nothing_and_says_what_is_copied():
         fw.explain(A, B[:, :8])
 
 
+@needs_sim
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_explain_tells_the_copies_that_the_kernels_need(arch, caplog):
+    backend = f"sim:{arch}"
+    flat = torch.zeros(4096, dtype=torch.bfloat16)
+    out = torch.zeros(24, 40, dtype=torch.bfloat16)
+    bias = torch.zeros(48)[1:41]
+    cases = [
+        ((A, B), {}, []),
+        ((flat[1 : 1 + 24 * 64].view(24, 64), B), {}, ["a copied: base not 16-byte aligned"]),
+        ((A, flat[: 40 * 68].view(40, 68)[:, :64]), {}, ["b copied: row stride not 16-byte aligned"]),
+        (
+            (flat[: 24 * 72].view(24, 72)[:, :60], flat[: 40 * 72].view(40, 72)[:, :60]),
+            {},
+            [f"{name} copied: row length 60 is not a multiple of 8" for name in "ab"],
+        ),
+        ((A, B), {"bias": bias, "out": out}, ["bias copied: not 16-byte aligned"]),
+    ]
+    for operands, extra, notes in cases:
+        told = fw.explain(*operands, backend=backend, **extra)
+        assert told.notes == notes
+        assert all(note in str(told) for note in notes)
+        assert fw.explain(*operands, backend="native", **extra).notes == []
+        caplog.clear()
+        with caplog.at_level(logging.DEBUG, logger="fourwave.dispatch"):
+            fw.gemm(*operands, backend=backend, **extra)
+        assert [note for note in notes if note not in caplog.text] == []
+        assert caplog.text.count("copied") == len(notes)
+
+
 def test_what_backends_are_handed():
     """2-D, inner stride 1, row stride at least the row's length, equal to the operand; a view wherever one can be."""
     t = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))

@@ -58,3 +58,15 @@ class Backend(ABC):
         bias  [N] contiguous, or None
         M, N and K are at least 1.
         """
+
+    def copies(
+        self,
+        problem: GemmProblem,
+        config: GemmConfig | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> list[str]:
+        """What `run_gemm` would note about copies for the same tensors (out None: a new one), found without a launch."""
+        return []

@@ -102,6 +102,21 @@ class FlyDSLBackend(Backend):
         with torch.cuda.device(a.device):
             return amd.run(problem, config, arch, a, b, out, bias=bias, alpha=alpha)
 
+    def copies(
+        self,
+        problem: GemmProblem,
+        config: GemmConfig | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> list[str]:
+        from fourwave.ops.gemm import amd
+        from fourwave.ops.gemm.config import default_config
+
+        arch = self._arch()
+        return amd.copies(problem, config or default_config(problem, arch)[0], arch, a, b, out, bias)
+
 
 def describe_amd_gemm(problem: GemmProblem, config: GemmConfig | None, arch: str) -> Description:
     """Kernel file and config for `arch`; the same for a GPU and for the simulator."""

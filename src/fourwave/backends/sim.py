@@ -69,3 +69,17 @@ class SimBackend(Backend):
                 return amd.run(problem, config, self.arch, a, b, out, bias=bias, alpha=alpha)
             finally:
                 sim.current_report().add(report)
+
+    def copies(
+        self,
+        problem: GemmProblem,
+        config: GemmConfig | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> list[str]:
+        from fourwave.ops.gemm import amd
+        from fourwave.ops.gemm.config import default_config
+
+        return amd.copies(problem, config or default_config(problem, self.arch)[0], self.arch, a, b, out, bias)

@@ -112,13 +112,13 @@ def run(
         a = b = torch.zeros((1, ALIGN_BYTES), dtype=problem.a_dtype, device=out.device)
     if problem.a_dtype.itemsize == 1:
         a, b = a.view(torch.uint8), b.view(torch.uint8)  # the kernel is compiled for the two formats
-    tile_a, tile_b = operand_tiles(config, problem.layout, a.element_size(), arch)
-    a = _readable("a", a, config.tile_k if problem.layout == "NT" else tile_a.extent, notes)
-    b = _readable("b", b, tile_b.extent if problem.layout == "TN" else config.tile_k, notes)
+    rows_a, rows_b = _tile_rows(problem, config, arch)
+    a = _readable("a", a, rows_a, notes)
+    b = _readable("b", b, rows_b, notes)
 
     target = _writable(out, config.tile_m)
     if target is None:
-        notes.append("out written through a copy: its inner stride is not 1 or its row stride is beyond the limit")
+        notes.append(_OUT_COPIED)
         target = out.clone(memory_format=torch.contiguous_format)
     vectorised = problem.N % 8 == 0 and _aligned(target)
     if bias is None:
@@ -128,13 +128,49 @@ def run(
         bias_arg = bias.as_strided((1,), (1,)) if problem.N == 1 else bias.contiguous()
         if bias_arg.data_ptr() % ALIGN_BYTES and vectorised:
             bias_arg = bias_arg.clone()
-            notes.append("bias copied: not 16-byte aligned")
+            notes.append(_BIAS_COPIED)
 
     spec = specialise(problem, config, arch, vectorised)
     _launch(spec, (a, b, target, bias_arg, problem.M, problem.N, problem.K, float(alpha)))
     if target.data_ptr() != out.data_ptr():
         out.copy_(target)
     return notes
+
+
+_OUT_COPIED = "out written through a copy: its inner stride is not 1 or its row stride is beyond the limit"
+_BIAS_COPIED = "bias copied: not 16-byte aligned"
+
+
+def copies(
+    problem: GemmProblem,
+    config: GemmConfig,
+    arch: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> list[str]:
+    """The notes that `run` would return for the same arguments; out None: a new, contiguous one. Nothing is copied."""
+    notes = []
+    for name, tensor, rows in zip("ab", (a, b), _tile_rows(problem, config, arch), strict=True):
+        if (reason := _why_copied(_plain_strides(tensor), rows)) is not None:
+            notes.append(f"{name} copied: {reason}")
+    target = None if out is None else _writable(out, config.tile_m)
+    if out is not None and target is None:
+        notes.append(_OUT_COPIED)
+    vectorised = problem.N % 8 == 0 and (target is None or _aligned(target))  # N % 8 aligns the rows of a new tensor
+    if bias is not None and vectorised and bias.data_ptr() % ALIGN_BYTES:
+        notes.append(_BIAS_COPIED)
+    return notes
+
+
+def _tile_rows(problem, config, arch):
+    """Rows in memory of a tile of a and of b."""
+    tile_a, tile_b = operand_tiles(config, problem.layout, problem.a_dtype.itemsize, arch)
+    return (
+        config.tile_k if problem.layout == "NT" else tile_a.extent,
+        tile_b.extent if problem.layout == "TN" else config.tile_k,
+    )
 
 
 def _launch(spec, arguments):
@@ -191,24 +227,32 @@ def _plain_strides(tensor):
     return tensor.as_strided((rows, columns), (outer, inner))
 
 
+def _why_copied(tensor, tile_rows):
+    """Why the kernel cannot read an operand with plain strides where it lies, or None."""
+    chunk = ALIGN_BYTES // tensor.element_size()
+    columns = tensor.shape[1]
+    if tensor.stride(1) != 1:
+        return "inner stride is not 1"
+    if tensor.data_ptr() % ALIGN_BYTES:
+        return "base not 16-byte aligned"
+    if not _rows_aligned(tensor):
+        return "row stride not 16-byte aligned"
+    if columns % chunk:
+        return f"row length {columns} is not a multiple of {chunk}"
+    if tile_rows * tensor.stride(0) * tensor.element_size() >= MAX_TILE_BYTES:
+        return f"row stride {tensor.stride(0)} is beyond the limit"
+    return None
+
+
 def _readable(name, tensor, tile_rows, notes):
     """tensor, or an aligned copy of it whose rows are padded with zeros to whole chunks."""
     tensor = _plain_strides(tensor)
-    chunk = ALIGN_BYTES // tensor.element_size()
-    rows, columns = tensor.shape
-    if tensor.stride(1) != 1:
-        reason = "inner stride is not 1"
-    elif tensor.data_ptr() % ALIGN_BYTES:
-        reason = "base not 16-byte aligned"
-    elif not _rows_aligned(tensor):
-        reason = "row stride not 16-byte aligned"
-    elif columns % chunk:
-        reason = f"row length {columns} is not a multiple of {chunk}"
-    elif tile_rows * tensor.stride(0) * tensor.element_size() >= MAX_TILE_BYTES:
-        reason = f"row stride {tensor.stride(0)} is beyond the limit"
-    else:
+    reason = _why_copied(tensor, tile_rows)
+    if reason is None:
         return tensor
     notes.append(f"{name} copied: {reason}")
+    chunk = ALIGN_BYTES // tensor.element_size()
+    rows, columns = tensor.shape
     padded = torch.zeros((rows, -(-columns // chunk) * chunk), dtype=tensor.dtype, device=tensor.device)
     padded[:, :columns].copy_(tensor)
     return padded

@@ -454,8 +454,11 @@ def explain(
     problem, notes = call.problem, call.notes
     if out is not None:
         _check_overlap(out, a, b, bias)
-        _matrix(out, problem.M, "out", notes)
-    return explain_problem(problem, config=config, backend=backend, notes=notes)
+        out = _matrix(out, problem.M, "out", notes)
+    told = explain_problem(problem, config=config, backend=backend, notes=notes)
+    if told.backend is not None and not problem.is_empty:
+        notes += registry.get(told.backend).copies(problem, config, call.a, call.b, out, call.bias)
+    return told
 
 
 def explain_problem(
@@ -502,7 +505,7 @@ def explain_problem(
                 why = f"could run; {chosen} comes first"
         rejected[name] = why
     return Explanation(
-        problem, spec, source, chosen, rejected=rejected, notes=notes or [], error=error, **details
+        problem, spec, source, chosen, rejected=rejected, notes=[] if notes is None else notes, error=error, **details
     )  # fmt: skip
 
 
