@@ -153,3 +153,22 @@ def test_backward_of_empty_shapes(backend: str, layout: str, m: int, n: int, k: 
         assert a.grad is not None and a.grad.shape == a.shape and not a.grad.any()
         assert b.grad is not None and b.grad.shape == b.shape and not b.grad.any()
         torch.testing.assert_close(bias.grad, rows, rtol=1e-2, atol=1e-2)
+
+
+@backends
+@pytest.mark.parametrize("layout", LAYOUT_FLAGS)
+def test_flops_are_counted(backend: str, layout: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    m, n, k = 6, 8, 16
+    trans_a, trans_b = LAYOUT_FLAGS[layout]
+    a = normal(*((k, m) if trans_a else (m, k)), dtype=BF16).requires_grad_()
+    b = normal(*((n, k) if trans_b else (k, n)), dtype=BF16, seed=1)
+    with FlopCounterMode(display=False) as counter:
+        y = fw.gemm(a, b, trans_a=trans_a, trans_b=trans_b, backend=backend)
+        assert counter.get_total_flops() == 2 * m * n * k
+        y.sum().backward()
+        assert counter.get_total_flops() == 4 * m * n * k
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        fw.gemm(a, b, trans_a=trans_a, trans_b=trans_b, out=y.detach(), backend=backend)
+    assert counter.get_total_flops() == 2 * m * n * k

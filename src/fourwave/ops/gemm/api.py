@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fourwave.backends import registry, select
 from fourwave.ops.gemm.problem import ACTIVATIONS, FLOAT8, PRECISIONS, GemmProblem
@@ -72,6 +74,8 @@ def gemm(
 
     Differentiable in a, b (not 8-bit ones) and bias when no `out` is given. The backward pass runs the other two layouts on the same
     backend, with the gradient rounded to the operands' dtype; with an activation it first recomputes the product.
+    Forward-mode tangents and torch.func transforms raise NotImplementedError. torch.jit.trace, make_fx and dispatch modes see
+    one operator, torch.ops.fourwave.gemm or gemm_out.
 
     Raises ValueError for what the caller must change, BackendUnavailable when a backend that was asked for is not here,
     NotImplementedError when it cannot run this.
@@ -80,6 +84,8 @@ def gemm(
         _check_choice(config, backend)
     if not _needs_operator(a, b, bias, out):
         return _eager(a, b, trans_a, trans_b, out_dtype, bias, activation, alpha, accumulate, out, config, backend)
+    if not torch.compiler.is_compiling():
+        _register_flops()
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("torch.func transforms (grad, vmap, ...) cannot go through gemm: use torch.autograd")
     if _has_tangent(a, b, bias, out):
@@ -647,3 +653,24 @@ def _activation_slope(z: Tensor, activation: str) -> Tensor:
 
 
 torch.library.register_autograd("fourwave::gemm", _backward, setup_context=_setup_context)
+
+
+def _flops(a: Any, b: Any, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
+    """2 M N K: a has M K elements in every layout, and N is the result's last dimension."""
+    result = args[0] if out_val is None else out_val  # gemm_out returns nothing: a, b, out, ...
+    return 2 * a.numel() * result.shape[-1]
+
+
+def _register_flops() -> None:
+    """Tell PyTorch's FLOP counter what the operators cost. Only where the caller has imported it: it imports Triton."""
+    module = sys.modules.get("torch.utils.flop_counter")
+    if module is None:
+        return
+    registries = [module.flop_registry]
+    for mode in _get_current_dispatch_mode_stack():
+        copied = getattr(getattr(mode, "counter", None), "flop_registry", None)  # when the counter was made
+        if isinstance(copied, dict):
+            registries.append(copied)
+    for each in registries:
+        for operator in (torch.ops.fourwave.gemm, torch.ops.fourwave.gemm_out):
+            each.setdefault(operator, _flops)
