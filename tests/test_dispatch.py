@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -169,7 +170,8 @@ def test_a_config_is_not_dropped():
 @needs_sim
 @pytest.mark.parametrize("name", ["tile_m", "tile_n", "tile_k", "num_stages", "waves_m", "waves_n", "group_m"])
 def test_a_config_of_zeros_is_refused_with_the_reason(name):
-    for value in (0, -16, 16.0, "16"):
+    values: tuple[Any, ...] = (0, -16, 16.0, "16")
+    for value in values:
         config = replace(GemmConfig(), **{name: value})
         with pytest.raises(NotImplementedError, match=f"{name}={value!r}: an int of at least 1"):
             fw.gemm(A, B, config=config, backend="sim")
@@ -189,7 +191,7 @@ def test_a_config_or_backend_of_a_wrong_type_is_an_error(call):
 @needs_sim
 def test_a_config_of_another_backend_is_refused():
     with pytest.raises(NotImplementedError, match="config is a HopperConfig"):
-        fw.gemm(A, B, config=HopperConfig(), backend="sim")
+        fw.gemm(A, B, config=HopperConfig(), backend="sim")  # type: ignore[arg-type]
 
 
 @needs_sim
@@ -258,7 +260,7 @@ def test_explain_tells_the_copies_that_the_kernels_need(arch, caplog):
     flat = torch.zeros(4096, dtype=torch.bfloat16)
     out = torch.zeros(24, 40, dtype=torch.bfloat16)
     bias = torch.zeros(48)[1:41]
-    cases = [
+    cases: list[tuple[tuple[torch.Tensor, torch.Tensor], dict[str, Any], list[str]]] = [
         ((A, B), {}, []),
         ((flat[1 : 1 + 24 * 64].view(24, 64), B), {}, ["a copied: base not 16-byte aligned"]),
         ((A, flat[: 40 * 68].view(40, 68)[:, :64]), {}, ["b copied: row stride not 16-byte aligned"]),
