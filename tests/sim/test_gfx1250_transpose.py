@@ -3,7 +3,7 @@
 gfx950: sixteen lanes' pieces, one after another, are rows of sixteen elements; lane i of the sixteen receives column i. AMD CDNA4 ISA guide,
 section 11.4; composable_kernel's DefaultTranspose has the same map for 16 and 8 bits (Quad16: 4 rows of 4 lanes, Quad8: 8 rows of 2 lanes).
 For 6 and 4 bits a lane's piece is a whole row. Triton's kernels confirm 16, 8 and 4 bits (test_transpose_triton.py).
-gfx1250: ROCm/rocm-systems emulation/rocjitsu, isa/arch/amdgpu/shared/ds_transpose.h, written out below as it is there, from the source
+gfx1250: ROCm/rocm-systems emulation/rocjitsu, isa/arch/amdgpu/shared/ds_transpose.h; the map is restated below from the source
 lane's side: groups of 8 lanes at 16 and 4 bits, of 4 lanes at 8 bits, two passes of 16 lanes at 6 bits.
 """
 
