@@ -34,7 +34,7 @@ import torch
 import fourwave as fw
 from fourwave.backends import registry
 from fourwave.ops.gemm import sm90_config, sm90_launch
-from fourwave.ops.gemm.problem import GemmProblem
+from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.testing import bounds
 from fourwave.testing.llm_shapes import llm81
 
@@ -141,7 +141,7 @@ def host_seconds(calls: int = 2000) -> dict[str, float]:
     for name, call in {
         "fw.gemm": lambda: fw.gemm(a, a, out=out, backend="hopper"),
         "fw.gemm, no out": lambda: fw.gemm(a, a, backend="hopper"),
-        "backend.run_gemm": lambda: backend.run_gemm(problem, None, a, a, out, None, 1.0),
+        "backend.run_gemm": lambda: backend.run_gemm(problem, None, GemmTensors(a, a, out)),
         "torch.mm": lambda: torch.mm(a, a.mT, out=out),
     }.items():
         times = []

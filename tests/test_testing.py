@@ -10,6 +10,7 @@ import torch
 
 import fourwave as fw
 from fourwave.backends.native import NativeBackend
+from fourwave.ops.gemm.problem import GemmTensors
 from fourwave.ops.gemm.reference import gemm_reference
 from fourwave.testing import GemmCase, assert_within, bounds, buffers, gemm_bound, inputs, shapes
 from fourwave.testing.shapes import GEMM_SHAPES, by_name
@@ -198,8 +199,9 @@ def plant(monkeypatch, fault):
     """Make the native backend wrong: fault(problem, a, b, out, bias, alpha, run) stands in for run_gemm."""
     real = NativeBackend.run_gemm
 
-    def broken(self, problem, config, a, b, out, bias, alpha):
-        return fault(problem, a, b, out, bias, alpha, lambda *args: real(self, problem, config, *args))
+    def broken(self, problem, config, tensors):
+        a, b, out, bias, alpha, *_ = tensors
+        return fault(problem, a, b, out, bias, alpha, lambda *args: real(self, problem, config, GemmTensors(*args)))
 
     monkeypatch.setattr(NativeBackend, "run_gemm", broken)
 

@@ -13,7 +13,7 @@ import torch
 from fourwave import sim
 from fourwave.ops.gemm import amd
 from fourwave.ops.gemm.config import ARCHS, candidates
-from fourwave.ops.gemm.problem import GemmProblem
+from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 
 pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
 
@@ -41,7 +41,7 @@ def product(a, b, layout):
 def check(arch, problem, config, a, b, out=None, **options):
     out = torch.full((problem.M, problem.N), float("nan")) if out is None else out
     with sim.session(arch=arch, **options) as report:
-        notes = amd.run(problem, config, arch, a, b, out)
+        notes = amd.run(problem, config, arch, GemmTensors(a, b, out))
     assert not report.findings, report.findings
     assert torch.equal(out, product(a, b, problem.layout).to(out.dtype))
     return notes, report
@@ -175,11 +175,11 @@ def test_threads_share_one_compilation(monkeypatch):
 def test_cpu_tensors_need_a_session():
     problem, a, b = operands(16, 16, 16, "TN")
     with pytest.raises(RuntimeError, match="session"):
-        amd.run(problem, None, "gfx950", a, b, torch.empty(16, 16))
+        amd.run(problem, None, "gfx950", GemmTensors(a, b, torch.empty(16, 16)))
 
 
 def test_unsupported_is_refused_before_anything_is_compiled():
     problem = GemmProblem(16, 16, 16, "TN", FP32, FP32, FP32)
     a = torch.zeros(16, 16)
     with pytest.raises(NotImplementedError, match="bfloat16"):
-        amd.run(problem, None, "gfx950", a, a, a)
+        amd.run(problem, None, "gfx950", GemmTensors(a, a, a))

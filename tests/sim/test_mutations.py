@@ -14,7 +14,7 @@ import torch
 
 from fourwave import sim
 from fourwave.ops.gemm.config import default_config
-from fourwave.ops.gemm.problem import GemmProblem
+from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.sim import mutate
 from fourwave.testing import bounds, inputs
 from fourwave.testing.shapes import Shape
@@ -56,7 +56,7 @@ def run(
         b = b[:, : problem.K] if layout == "TN" else b[: problem.K]
     out = torch.full((SHAPE.M, SHAPE.N), float("nan"))
     with sim.session(arch, mutate=mutation, step_limit=10_000_000) as report:
-        amd.run(problem, config, arch, a, b, out)
+        amd.run(problem, config, arch, GemmTensors(a, b, out))
     ratio, _ = bounds.error_ratio(out, exact, bound)
     return ratio, report.findings
 

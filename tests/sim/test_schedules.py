@@ -13,7 +13,7 @@ from machine import launch, lower  # tests/sim/machine.py
 
 from fourwave import sim
 from fourwave.ops.gemm.config import default_config
-from fourwave.ops.gemm.problem import GemmProblem
+from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 
 pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
 
@@ -109,7 +109,7 @@ def test_completion_and_schedule_do_not_change_a_result(arch, layout):
         for schedule in ("forward", "reverse", "random:7"):
             out = torch.full((M, N), float("nan"))
             with sim.session(arch, completion=completion, schedule=schedule) as report:
-                amd.run(problem, config, arch, a, b, out)
+                amd.run(problem, config, arch, GemmTensors(a, b, out))
             assert not report.findings, report
             results.append(out)
     assert not results[0].isnan().any()

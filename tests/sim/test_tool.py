@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fourwave import sim
 from fourwave.cli.app import app
 from fourwave.ops.gemm.config import default_config
-from fourwave.ops.gemm.problem import LAYOUTS, GemmProblem
+from fourwave.ops.gemm.problem import LAYOUTS, GemmProblem, GemmTensors
 from fourwave.sim.harness import STEP_LIMIT, Harness, read_expectations
 from fourwave.sim.mutate import Fault
 from fourwave.sim.script import run_script
@@ -225,7 +225,7 @@ def gemm_outcomes(arch: str, layout: str, choose=None):
     out = torch.full((shape.M, shape.N), float("nan"))
     harness = Harness(choose=choose)
     with sim.session(arch, harness=harness, step_limit=STEP_LIMIT) as report:
-        amd.run(problem, config, arch, a, b, out)
+        amd.run(problem, config, arch, GemmTensors(a, b, out))
     assert not report.findings, report
     assert not out.isnan().any()
     return harness

@@ -6,11 +6,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
-    from fourwave.ops.gemm.problem import GemmProblem
+    from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 
 
 @dataclass(frozen=True)
@@ -41,32 +39,12 @@ class Backend(ABC):
         """Kernel, architecture and config that `run_gemm` would use, with the reasons for the config."""
 
     @abstractmethod
-    def run_gemm(
-        self,
-        problem: GemmProblem,
-        config: GemmConfig | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
-        bias: torch.Tensor | None,
-        alpha: float,
-    ) -> list[str]:
-        """Write act(alpha * op(a) @ op(b) + bias) (+ out) into out; return notes on what was done on the way.
+    def run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
+        """Write act(alpha * op(a) @ op(b) + bias) (+ out) into tensors.out; return notes on what was done on the way.
 
-        a, b  2-D, stored as problem.layout says, inner stride 1, row stride >= the row's length, any storage offset
-        out   [M, N], likewise; shares no element with a, b or bias
-        bias  [N] contiguous, or None
-        M, N and K are at least 1.
+        Writes whatever else the problem says is written (GemmTensors). M, N and K are at least 1.
         """
 
-    def copies(
-        self,
-        problem: GemmProblem,
-        config: GemmConfig | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> list[str]:
+    def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         """What `run_gemm` would note about copies for the same tensors (out None: a new one), found without a launch."""
         return []

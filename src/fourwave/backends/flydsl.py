@@ -14,7 +14,7 @@ from fourwave.backends.base import Backend, Description
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
-    from fourwave.ops.gemm.problem import GemmProblem
+    from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 
 ARCHS = ("gfx942", "gfx950")
 FLYDSL_RANGE = ((0, 5), (0, 6))  # the range in pyproject.toml's extra `amd`: first version, first version past it
@@ -83,39 +83,22 @@ class FlyDSLBackend(Backend):
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
         return describe_amd_gemm(problem, config, self._arch())
 
-    def run_gemm(
-        self,
-        problem: GemmProblem,
-        config: GemmConfig | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
-        bias: torch.Tensor | None,
-        alpha: float,
-    ) -> list[str]:
+    def run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         from fourwave.ops.gemm import amd
         from fourwave.ops.gemm.config import default_config
 
-        arch = device_arch(a.device.index)
+        arch = device_arch(tensors.a.device.index)
         if config is None:
             config = default_config(problem, arch)[0]
-        with torch.cuda.device(a.device):
-            return amd.run(problem, config, arch, a, b, out, bias=bias, alpha=alpha)
+        with torch.cuda.device(tensors.a.device):
+            return amd.run(problem, config, arch, tensors)
 
-    def copies(
-        self,
-        problem: GemmProblem,
-        config: GemmConfig | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> list[str]:
+    def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         from fourwave.ops.gemm import amd
         from fourwave.ops.gemm.config import default_config
 
         arch = self._arch()
-        return amd.copies(problem, config or default_config(problem, arch)[0], arch, a, b, out, bias)
+        return amd.copies(problem, config or default_config(problem, arch)[0], arch, tensors)
 
 
 def describe_amd_gemm(problem: GemmProblem, config: GemmConfig | None, arch: str) -> Description:

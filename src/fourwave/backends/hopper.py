@@ -14,7 +14,7 @@ from fourwave.backends.base import Backend, Description
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
-    from fourwave.ops.gemm.problem import GemmProblem
+    from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 
 CAPABILITY = (9, 0)
 ARCH = "sm_90a"
@@ -87,19 +87,13 @@ class HopperBackend(Backend):
             chosen, reasons = default_config(problem)
         return Description("ops/gemm/sm90.py", ARCH, chosen, list(reasons))  # type: ignore[arg-type]
 
-    def run_gemm(
-        self,
-        problem: GemmProblem,
-        config: GemmConfig | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
-        bias: torch.Tensor | None,
-        alpha: float,
-    ) -> list[str]:
+    def run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         from fourwave.ops.gemm import sm90_launch
 
-        if a.device.index == torch.cuda.current_device():
+        a, b, out, bias, alpha, *_ = tensors
+        assert out is not None
+        device = a.device
+        if device.index == torch.cuda.current_device():
             return sm90_launch.run(problem, config, a, b, out, bias=bias, alpha=alpha)  # type: ignore[arg-type]
-        with torch.cuda.device(a.device):
+        with torch.cuda.device(device):
             return sm90_launch.run(problem, config, a, b, out, bias=bias, alpha=alpha)  # type: ignore[arg-type]

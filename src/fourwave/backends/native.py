@@ -12,7 +12,7 @@ from fourwave.ops.gemm.reference import activate
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
-    from fourwave.ops.gemm.problem import GemmProblem
+    from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 
 _HAS_MM_OUT_DTYPE = "dtype" in torch.ops.aten.mm.overloads()  # mm(a, b, out_dtype=float32) on CUDA, torch 2.8 and later
 
@@ -50,7 +50,7 @@ class NativeBackend(Backend):
     def why_unsupported(self, problem: GemmProblem, config: GemmConfig | None) -> str | None:
         if config is not None:
             return f"native takes no config; {config!r} would be ignored"
-        return None
+        return problem.why_refused()
 
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
         reasons = []
@@ -78,30 +78,15 @@ class NativeBackend(Backend):
     def _is_plain(problem: GemmProblem) -> bool:
         return problem.bias_dtype is None and problem.activation is None and not problem.accumulate
 
-    def run_gemm(
-        self,
-        problem: GemmProblem,
-        config: GemmConfig | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
-        bias: torch.Tensor | None,
-        alpha: float,
-    ) -> list[str]:
+    def run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         if torch.is_autocast_enabled(problem.device_type):
             with torch.autocast(problem.device_type, enabled=False):
-                return self._run(problem, a, b, out, bias, alpha)
-        return self._run(problem, a, b, out, bias, alpha)
+                return self._run(problem, tensors)
+        return self._run(problem, tensors)
 
-    def _run(
-        self,
-        problem: GemmProblem,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
-        bias: torch.Tensor | None,
-        alpha: float,
-    ) -> list[str]:
+    def _run(self, problem: GemmProblem, tensors: GemmTensors) -> list[str]:
+        a, b, out, bias, alpha, *_ = tensors
+        assert out is not None
         op_a = a.mT if problem.trans_a else a
         op_b = b.mT if problem.trans_b else b
         is_fp32 = problem.a_dtype == torch.float32

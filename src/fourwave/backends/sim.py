@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from fourwave.backends import guard
 from fourwave.backends.base import Backend, Description
 from fourwave.backends.flydsl import ARCHS, describe_amd_gemm, flydsl_missing
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
-    from fourwave.ops.gemm.problem import GemmProblem
+    from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 
 
 class SimBackend(Backend):
@@ -48,16 +46,7 @@ class SimBackend(Backend):
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
         return describe_amd_gemm(problem, config, self.arch)
 
-    def run_gemm(
-        self,
-        problem: GemmProblem,
-        config: GemmConfig | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor,
-        bias: torch.Tensor | None,
-        alpha: float,
-    ) -> list[str]:
+    def run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         from fourwave import sim
         from fourwave.ops.gemm import amd
         from fourwave.ops.gemm.config import default_config
@@ -66,20 +55,12 @@ class SimBackend(Backend):
             config = default_config(problem, self.arch)[0]
         with sim.session(arch=self.arch, on_finding="raise") as report:
             try:
-                return amd.run(problem, config, self.arch, a, b, out, bias=bias, alpha=alpha)
+                return amd.run(problem, config, self.arch, tensors)
             finally:
                 sim.current_report().add(report)
 
-    def copies(
-        self,
-        problem: GemmProblem,
-        config: GemmConfig | None,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        out: torch.Tensor | None,
-        bias: torch.Tensor | None,
-    ) -> list[str]:
+    def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         from fourwave.ops.gemm import amd
         from fourwave.ops.gemm.config import default_config
 
-        return amd.copies(problem, config or default_config(problem, self.arch)[0], self.arch, a, b, out, bias)
+        return amd.copies(problem, config or default_config(problem, self.arch)[0], self.arch, tensors)

@@ -9,7 +9,7 @@ import torch
 
 from fourwave.backends import guard
 from fourwave.ops.gemm.config import MAX_TILE_BYTES, GemmConfig, default_config, operand_tiles, why_unsupported
-from fourwave.ops.gemm.problem import GemmProblem
+from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 
 ALIGN_BYTES = 16  # of bases and rows: global memory is read in chunks of 16 bytes
 
@@ -85,25 +85,19 @@ def run(
     problem: GemmProblem,
     config: GemmConfig | None,
     arch: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    alpha: float = 1.0,
+    tensors: GemmTensors,
 ) -> list[str]:
     """out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out) by the FlyDSL kernel for arch.
 
-    a, b    as stored (GemmProblem.a_shape, b_shape), inner stride 1, any row stride
-    out     [M, N], may be a strided view; nothing outside it is written
-    bias    [N] or None
-    Tensors are on a GPU of that arch, or on the CPU inside a fourwave.sim session of that arch; the caller has made
+    Nothing outside tensors.out is written, which may be a strided view. Tensors are on a GPU of that arch, or on the CPU inside a fourwave.sim session of that arch; the caller has made
     sure of it. Returns notes, such as which operand had to be copied. Raises NotImplementedError (why_unsupported).
     """
     if (reason := why_unsupported(problem, config, arch)) is not None:
         raise NotImplementedError(reason)
     if problem.M == 0 or problem.N == 0:
         return []
+    a, b, out, bias, alpha, *_ = tensors
+    assert out is not None
     if config is None:
         config, _ = default_config(problem, arch)
     notes: list[str] = []
@@ -145,12 +139,10 @@ def copies(
     problem: GemmProblem,
     config: GemmConfig,
     arch: str,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    tensors: GemmTensors,
 ) -> list[str]:
     """The notes that `run` would return for the same arguments; out None: a new, contiguous one. Nothing is copied."""
+    a, b, out, bias, *_ = tensors
     notes = []
     for name, tensor, rows in zip("ab", (a, b), _tile_rows(problem, config, arch), strict=True):
         if (reason := _why_copied(_plain_strides(tensor), rows)) is not None:

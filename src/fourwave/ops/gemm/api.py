@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fourwave.backends import registry, select
-from fourwave.ops.gemm.problem import ACTIVATIONS, FLOAT8, PRECISIONS, GemmProblem
+from fourwave.ops.gemm.problem import ACTIVATIONS, FLOAT8, PRECISIONS, GemmProblem, GemmTensors
 from fourwave.ops.gemm.reference import activate
 
 if TYPE_CHECKING:
@@ -325,7 +325,9 @@ def _eager(
         _empty(problem, target, call.bias)
         notes = []
     else:
-        notes = selection.backend.run_gemm(problem, config, call.a, call.b, target, call.bias, float(alpha))
+        notes = selection.backend.run_gemm(
+            problem, config, GemmTensors(call.a, call.b, target, call.bias, float(alpha))
+        )
         if out is not None and selection.backend.name != "native" and not out.is_inference():
             # A kernel writes through a pointer, which autograd does not see: it must know that saved values are gone.
             torch.autograd.graph.increment_version(out)
@@ -463,7 +465,7 @@ def explain(
         out = _matrix(out, problem.M, "out", notes)
     told = explain_problem(problem, config=config, backend=backend, notes=notes)
     if told.backend is not None and not problem.is_empty:
-        notes += registry.get(told.backend).copies(problem, config, call.a, call.b, out, call.bias)
+        notes += registry.get(told.backend).copies(problem, config, GemmTensors(call.a, call.b, out, call.bias))
     return told
 
 

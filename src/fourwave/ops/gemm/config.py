@@ -214,7 +214,7 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
         return f"config is a {type(config).__name__}: the FlyDSL kernels take a GemmConfig"
     if problem.layout not in ("TN", "NN", "NT"):
         return f"layout {problem.layout!r}: the kernels have TN, NN and NT"
-    if (reason := _why_operands_unsupported(problem, arch)) is not None:
+    if (reason := _why_operands_unsupported(problem, arch) or problem.why_refused()) is not None:
         return reason
     outputs = (torch.float32, torch.bfloat16, torch.float16)
     if problem.out_dtype not in outputs:

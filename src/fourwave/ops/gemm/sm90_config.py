@@ -87,6 +87,8 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None, promote: 
     """
     if problem.layout not in ("TN", "NN", "NT"):
         return f"layout {problem.layout!r}: the kernel has TN, NN and NT"
+    if (reason := problem.why_refused()) is not None:
+        return reason
     if problem.a_dtype in FP8 and problem.b_dtype in FP8:
         if problem.layout != "TN":
             return f"layout {problem.layout} with FP8 operands: wgmma reads 8-bit operands with K contiguous only"

@@ -1,0 +1,149 @@
+"""A quantized matrix: codes and scales, along its rows, its columns or both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fourwave import formats
+from fourwave.formats.element import ElementFormat
+from fourwave.formats.scaling import expand_scale
+
+Tensor = torch.Tensor
+
+DIRECTIONS = ("rowwise", "columnwise", "both")
+
+
+@dataclass(frozen=True)
+class QuantFormat:
+    """One way to quantize.
+
+    name      as `fw.quantize` takes it
+    element   "e4m3", "e5m2" or "e2m1"
+    scaling   which elements share a scale: "tensor", "row", "1x128", "128x128" or "1x32" (MX)
+    """
+
+    name: str
+    element: str
+    scaling: str
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """(across, along) the reduction, or None for "tensor" and "row"."""
+        return {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}.get(self.scaling)
+
+    @property
+    def is_mx(self) -> bool:
+        """Scales are e8m0 codes of powers of two; float32 otherwise."""
+        return self.scaling == "1x32"
+
+    @property
+    def one_copy(self) -> bool:
+        """Whether rowwise and columnwise are the same codes and scales: a scale covers as much of a row as of a column."""
+        return self.scaling in ("tensor", "128x128")
+
+    def code_format(self, fnuz: bool = False) -> ElementFormat:
+        """The codes' format; fnuz: gfx942's 8-bit floats."""
+        if self.element == "e2m1":
+            return formats.E2M1
+        if fnuz:
+            return formats.get(f"{self.element}fnuz")
+        return formats.E4M3FN if self.element == "e4m3" else formats.E5M2
+
+
+FORMATS: dict[str, QuantFormat] = {
+    fmt.name: fmt
+    for fmt in (
+        QuantFormat("fp8_e4m3", "e4m3", "tensor"),
+        QuantFormat("fp8_e5m2", "e5m2", "tensor"),
+        QuantFormat("fp8_row", "e4m3", "row"),
+        QuantFormat("fp8_row_e5m2", "e5m2", "row"),
+        QuantFormat("fp8_1x128", "e4m3", "1x128"),
+        QuantFormat("fp8_1x128_e5m2", "e5m2", "1x128"),
+        QuantFormat("fp8_128x128", "e4m3", "128x128"),
+        QuantFormat("fp8_128x128_e5m2", "e5m2", "128x128"),
+        QuantFormat("mxfp8_e4m3", "e4m3", "1x32"),
+        QuantFormat("mxfp8_e5m2", "e5m2", "1x32"),
+        QuantFormat("mxfp4", "e2m1", "1x32"),
+    )
+}
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A matrix [R, C] as codes and scales; value = code * scale.
+
+    format      FORMATS[...]
+    shape       (R, C)
+    data        codes, blocks along C: [R, C], torch's 8-bit float type; mxfp4: uint8 [R, C / 2], element 0 in the low half
+    scale       formats.scaling.scale_shape(format.scaling, R, C, k_last=True), contiguous; float32, or float8_e8m0fnu for MX
+    columnwise_data, columnwise_scale  codes with blocks along R, where they were asked for. As `data` they are [R, C] (mxfp4 packed
+                along C) with scale_shape(..., k_last=False); with columnwise_transposed both are transposed: codes [C, R]
+                (mxfp4 packed along R) and scale_shape(format.scaling, C, R, k_last=True)
+    amax        float32 (): largest magnitude of what was quantized, where it was computed
+    Where format.one_copy holds, the columnwise pair is the rowwise one unless it is transposed.
+    A missing pair is None; at least one is there.
+    """
+
+    format: QuantFormat
+    shape: tuple[int, int]
+    data: Tensor | None = None
+    scale: Tensor | None = None
+    columnwise_data: Tensor | None = None
+    columnwise_scale: Tensor | None = None
+    columnwise_transposed: bool = False
+    amax: Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self._any.device
+
+    @property
+    def element_format(self) -> ElementFormat:
+        """The codes' format, fnuz or not."""
+        return self.format.code_format(self._any.dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all codes and scales; shared storage counts once."""
+        tensors = (self.data, self.scale, self.columnwise_data, self.columnwise_scale)
+        return sum({(t.data_ptr(), t.nbytes): t.nbytes for t in tensors if t is not None}.values())
+
+    @property
+    def _any(self) -> Tensor:
+        data = self.data if self.data is not None else self.columnwise_data
+        assert data is not None
+        return data
+
+    def has(self, direction: str) -> bool:
+        """Whether codes of "rowwise" or "columnwise" are there."""
+        return (self.data if direction == "rowwise" else self.columnwise_data) is not None
+
+    def dequantize(self, dtype: torch.dtype = torch.float32, *, direction: str | None = None) -> Tensor:
+        """The values [R, C] of one direction (default: rowwise where it is there), rounded once to dtype.
+
+        float64 is exact, and so is float32 for MX scales as long as the value is in float32's normal range.
+        """
+        if direction is None:
+            direction = "rowwise" if self.has("rowwise") else "columnwise"
+        if direction not in ("rowwise", "columnwise"):
+            raise ValueError(f"direction {direction!r}: 'rowwise' or 'columnwise'")
+        if not self.has(direction):
+            raise ValueError(f"this {self.format.name} tensor has no {direction} codes: quantize with direction='both'")
+        rowwise = direction == "rowwise"
+        data, scale = (self.data, self.scale) if rowwise else (self.columnwise_data, self.columnwise_scale)
+        assert data is not None and scale is not None
+        k_last = rowwise or self.columnwise_transposed
+        values = decode_codes(data, self.format)
+        values = values * expand_scale(scale, self.format.scaling, values.shape, k_last)
+        if not rowwise and self.columnwise_transposed:
+            values = values.mT
+        return values.to(dtype)
+
+
+def decode_codes(data: Tensor, fmt: QuantFormat) -> Tensor:
+    """float64 values of codes as QuantizedTensor holds them; mxfp4 is unpacked."""
+    if fmt.element == "e2m1":
+        return formats.decode(formats.unpack_e2m1(data), formats.E2M1, torch.float64)
+    return data.to(torch.float64)
