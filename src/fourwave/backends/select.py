@@ -17,7 +17,7 @@ from fourwave import env
 from fourwave.backends import registry
 from fourwave.backends.base import Backend
 from fourwave.errors import BackendUnavailable
-from fourwave.ops.gemm.problem import FP8, PRECISIONS
+from fourwave.ops.gemm.problem import FP8, MXFP4, MXFP8, PRECISIONS
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
@@ -28,7 +28,7 @@ logger = logging.getLogger("fourwave.dispatch")
 AUTO = "auto"
 _AUTO_ORDER = ("flydsl", "native")
 
-_PRECISIONS = (*PRECISIONS.values(), FP8)
+_PRECISIONS = (*PRECISIONS.values(), FP8, MXFP8, MXFP4)
 
 _override: str | None = None
 

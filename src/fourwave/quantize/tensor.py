@@ -120,6 +120,29 @@ class QuantizedTensor:
         """Whether codes of "rowwise" or "columnwise" are there."""
         return (self.data if direction == "rowwise" else self.columnwise_data) is not None
 
+    def operand(self, direction: str) -> tuple[Tensor, Tensor, bool]:
+        """(codes, scales, k_last) to multiply with, the reduction running along the rows ("rowwise") or the columns.
+
+        k_last: the reduction is the last dimension of the codes as stored; False only for columnwise codes in natural order.
+        Raises ValueError where the codes of that direction are missing.
+        """
+        pairs = {
+            "rowwise": (self.data, self.scale, True),
+            "columnwise": (self.columnwise_data, self.columnwise_scale, self.columnwise_transposed),
+        }
+        if direction not in pairs:
+            raise ValueError(f"direction {direction!r}: 'rowwise' or 'columnwise'")
+        data, scale, k_last = pairs[direction]
+        if data is None and self.format.one_copy and (direction == "columnwise" or not self.columnwise_transposed):
+            data, scale, _ = pairs["rowwise" if direction == "columnwise" else "columnwise"]
+            k_last = direction == "rowwise"
+        if data is None or scale is None:
+            raise ValueError(
+                f"the {self.format.name} tensor {list(self.shape)} has no {direction} codes, which this product reduces over: "
+                f"quantize with direction={direction!r} or 'both'"
+            )
+        return data, scale, k_last
+
     def dequantize(self, dtype: torch.dtype = torch.float32, *, direction: str | None = None) -> Tensor:
         """The values [R, C] of one direction (default: rowwise where it is there), rounded once to dtype.
 

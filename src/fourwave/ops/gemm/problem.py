@@ -15,12 +15,15 @@ LAYOUTS = ("TN", "NN", "NT")
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 FP8 = "fp8"  # any 8-bit float, in backend strings
 MXFP8 = "mxfp8"  # with scales "1x32"
+MXFP4 = "mxfp4"
+PACKED_E2M1 = torch.uint8  # two 4-bit codes in a byte along the stored last dimension, element 0 in the low half
 FLOAT8 = {
     torch.float8_e4m3fn: "e4m3fn",
     torch.float8_e5m2: "e5m2",
     torch.float8_e4m3fnuz: "e4m3fnuz",
     torch.float8_e5m2fnuz: "e5m2fnuz",
 }  # operands only
+_NAMES = {**PRECISIONS, **FLOAT8, PACKED_E2M1: "e2m1"}
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in PRECISIONS}
 
 
@@ -149,9 +152,14 @@ class GemmProblem:
 
     @property
     def precision(self) -> str:
-        """Name of the operands' precision in backend strings: "bf16", "fp16", "fp32", "fp8" or "mxfp8"."""
+        """Name of the operands' precision in backend strings: "bf16", "fp16", "fp32", "fp8", "mxfp8" or "mxfp4"; of a
+        mixed pair that of the quantized one."""
+        if PACKED_E2M1 in (self.a_dtype, self.b_dtype):
+            return MXFP4
         if "1x32" in (self.a_scaling, self.b_scaling):
             return MXFP8
+        if self.b_dtype in FLOAT8:
+            return FP8
         return PRECISIONS.get(self.a_dtype, FP8)
 
     def why_refused(self, supported: frozenset[str] = frozenset()) -> str | None:
@@ -183,14 +191,14 @@ class GemmProblem:
 
     def __str__(self) -> str:
         operands = self.precision
-        if operands in (FP8, MXFP8):
+        if operands in (FP8, MXFP8, MXFP4):
             operands = " x ".join(
-                FLOAT8[dtype] + (f" ({scaling})" if scaling else "")
+                _NAMES[dtype] + (f" ({scaling})" if scaling else "")
                 for dtype, scaling in ((self.a_dtype, self.a_scaling), (self.b_dtype, self.b_scaling))
             )
         parts = [f"{self.M}x{self.N}x{self.K} {self.layout} {operands}"]
         if self.out_dtype != self.a_dtype:
-            name = (PRECISIONS | FLOAT8).get(self.out_dtype, self.out_dtype)
+            name = _NAMES.get(self.out_dtype, self.out_dtype)
             scaling = ""
             if self.out_scaling == "1x32":
                 scaling = f" (1x32 {self.out_direction}, {self.out_scale_rule})"
