@@ -16,6 +16,13 @@ class Epilogue:
     bias_dtype: type | None = None
     activation: str | None = None
     accumulate: bool = False
+    a_scaling: str | None = None
+    b_scaling: str | None = None
+    preactivation_dtype: type | None = None
+    bias_grad_dtype: type | None = None
+    out_scaling: str | None = None
+    out_direction: str = "rowwise"
+    out_scale_rule: str = "floor"
     vectorised: bool = True  # rows of out are 16-byte aligned and N % 8 == 0: whole chunks are stored or none
 
 
@@ -57,12 +64,13 @@ def activate(x, activation):
     return x * (z < 0.0).select(upper, 1.0 - upper)
 
 
-def store_tile(acc, epi, out, bias, alpha, m0, n0, M, N, geo, wave_m, wave_n, lane):
-    """Finish and store one wave's accumulators. geo: a, b (OperandTile), frags_*, wave_tile_*, tile_m.
+def store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane):
+    """Finish and store one wave's accumulators. arguments: see cdna.launcher.
 
     Lane l holds, of result (i, j), one row of the output and four columns (mma.py); the results of one group of N
     fragments together give it a run of neighbouring columns (tiles.OperandTile.run_element).
     """
+    out, M, N = arguments.out, arguments.M, arguments.N
     size = epi.out_dtype.width // 8
     row_bytes = fx.Int64(fx.get_scalar(out.stride[0])) * size
     used_rows = minimum(M - m0, fx.Int32(geo.tile_m))
@@ -73,7 +81,7 @@ def store_tile(acc, epi, out, bias, alpha, m0, n0, M, N, geo, wave_m, wave_n, la
     )
     if epi.bias_dtype is not None:
         bias_size = epi.bias_dtype.width // 8
-        bias_buffer = Buffer(bias, fx.Int64(n0) * bias_size, fx.Int64(N - n0) * bias_size)
+        bias_buffer = Buffer(arguments.bias, fx.Int64(n0) * bias_size, fx.Int64(N - n0) * bias_size)
 
     group, run = geo.b.group, geo.b.run
     width = min(run, 16 // size) if epi.vectorised else 1  # elements per store
@@ -93,7 +101,7 @@ def store_tile(acc, epi, out, bias, alpha, m0, n0, M, N, geo, wave_m, wave_n, la
                 values = []
                 for e in range(width):
                     q, r = geo.b.run_element(c + e)
-                    x = acc[i * geo.frags_n + p * group + q][r] * alpha
+                    x = acc[i * geo.frags_n + p * group + q][r] * arguments.alpha
                     if addend is not None:
                         x = x + addend[e]
                     values.append(activate(x, epi.activation))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from fourwave.backends import guard
 from fourwave.ops.gemm.config import MAX_TILE_BYTES, GemmConfig, default_config, operand_tiles, why_unsupported
-from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+from fourwave.ops.gemm.problem import FLOAT8, GemmProblem, GemmTensors
 
 ALIGN_BYTES = 16  # of bases and rows: global memory is read in chunks of 16 bytes
 
@@ -20,25 +22,18 @@ class Specialisation:
 
     arch: str
     config: GemmConfig
-    layout: str
-    a_dtype: torch.dtype
-    b_dtype: torch.dtype
-    out_dtype: torch.dtype
-    bias_dtype: torch.dtype | None
-    activation: str | None
-    accumulate: bool
+    problem: GemmProblem  # without what the kernel is not compiled for: sizes are 0
     vectorised: bool  # epilogue.Epilogue
 
 
+@functools.lru_cache(maxsize=4096)
 def specialise(problem: GemmProblem, config: GemmConfig, arch: str, vectorised: bool = True) -> Specialisation:
-    return Specialisation(
-        arch, config, problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype, problem.bias_dtype,
-        problem.activation, problem.accumulate, vectorised,
-    )  # fmt: skip
+    kind = replace(problem, M=0, N=0, K=0, device_type="cuda", batch_invariant=False, fast_accum=False)
+    return Specialisation(arch, config, kind, vectorised)
 
 
 def build_launcher(spec: Specialisation):
-    """The FlyDSL JIT function of a specialisation: (a, b, out, bias, M, N, K, alpha, stream)."""
+    """The FlyDSL JIT function of a specialisation (cdna.launcher)."""
     guard.import_flydsl()
     from flydsl import expr as fx
 
@@ -50,31 +45,77 @@ def build_launcher(spec: Specialisation):
     else:
         from fourwave.ops.gemm.cdna3 import build
 
+    problem = spec.problem
     types = {torch.float32: fx.Float32, torch.bfloat16: fx.BFloat16, torch.float16: fx.Float16, None: None}
-    a, b = (str(dtype).removeprefix("torch.") for dtype in (spec.a_dtype, spec.b_dtype))
+    types |= dict.fromkeys(FLOAT8, fx.Uint8)
+    a, b = (str(dtype).removeprefix("torch.") for dtype in (problem.a_dtype, problem.b_dtype))
     epilogue = Epilogue(
-        types[spec.out_dtype], types[spec.bias_dtype], spec.activation, spec.accumulate, spec.vectorised
+        types[problem.out_dtype],
+        types[problem.bias_dtype],
+        problem.activation,
+        problem.accumulate,
+        problem.a_scaling,
+        problem.b_scaling,
+        types[problem.preactivation_dtype],
+        types[problem.bias_grad_dtype],
+        problem.out_scaling,
+        problem.out_direction,
+        problem.out_scale_rule,
+        spec.vectorised,
     )
-    return build(spec.config, spec.layout, FORMATS[a, b], epilogue)
+    return build(spec, FORMATS[a, b], epilogue)
 
 
 def placeholder_arguments(spec: Specialisation):
     """Arguments to compile with where nothing is launched; sizes do not matter."""
-    shape = (8, 8)
-    a = torch.zeros(shape, dtype=torch.uint8 if spec.a_dtype.itemsize == 1 else spec.a_dtype)
-    out = torch.zeros(shape, dtype=spec.out_dtype)
-    bias = torch.zeros(8, dtype=spec.bias_dtype or spec.out_dtype)
-    return _jit_arguments(a, a, out, bias, 8, 8, 8, 1.0, None)
+    problem = replace(spec.problem, M=8, N=8, K=8)
+
+    def zeros(shape, dtype):
+        return None if shape is None or dtype is None else torch.zeros(shape, dtype=dtype)
+
+    scale_dtype = {None: None, "1x32": torch.float8_e8m0fnu}
+    quantized = None if problem.out_scaling is None else problem.out_dtype
+    tensors = GemmTensors(
+        torch.zeros(problem.a_shape).to(problem.a_dtype),
+        torch.zeros(problem.b_shape).to(problem.b_dtype),
+        zeros((8, 8), problem.out_dtype),
+        zeros(8, problem.bias_dtype),
+        1.0,
+        zeros(problem.a_scale_shape, scale_dtype.get(problem.a_scaling, torch.float32)),
+        zeros(problem.b_scale_shape, scale_dtype.get(problem.b_scaling, torch.float32)),
+        zeros((8, 8), problem.preactivation_dtype),
+        zeros(8, problem.bias_grad_dtype),
+        zeros(() if problem.out_scaling == "tensor" else (8, 1), scale_dtype.get(problem.out_scaling, torch.float32)),
+        zeros((), torch.float32 if problem.out_scaling == "tensor" else None),
+        zeros((8, 8), quantized if problem.out_scaling == "1x32" else None),
+        zeros((1, 8), torch.float8_e8m0fnu if problem.out_scaling == "1x32" else None),
+    )
+    return _jit_arguments(*_arguments(problem, tensors, None), None)
 
 
-def _jit_arguments(a, b, out, bias, M, N, K, alpha, stream):
+def _arguments(problem: GemmProblem, tensors: GemmTensors, workspace: torch.Tensor | None) -> tuple[Any, ...]:
+    """Arguments of cdna.launcher but for the stream. What is None becomes a placeholder: the first row of out."""
+    unused = _bytes(tensors.out)[0]
+    given = [tensors.a, tensors.b, tensors.out, tensors.bias, *tensors[5:], workspace]
+    kernel_tensors = [unused if tensor is None else _bytes(tensor) for tensor in given]
+    return (*kernel_tensors, problem.M, problem.N, problem.K, float(tensors.alpha))
+
+
+def _bytes(tensor):
+    """tensor as FlyDSL takes it: 8-bit types as bytes, a scalar as one element."""
+    if tensor.element_size() == 1:
+        tensor = tensor.view(torch.uint8)
+    return tensor.view(1) if tensor.dim() == 0 else tensor
+
+
+def _jit_arguments(*arguments):
     """Arguments for tracing: every extent and row stride is a run-time value, the inner stride is 1."""
     import flydsl.compiler as flyc
 
     def dynamic(tensor):
         return flyc.from_torch_tensor(tensor).mark_layout_dynamic(leading_dim=tensor.dim() - 1)
 
-    return dynamic(a), dynamic(b), dynamic(out), dynamic(bias), M, N, K, alpha, stream
+    return [dynamic(argument) if isinstance(argument, torch.Tensor) else argument for argument in arguments]
 
 
 _compiled: dict = {}  # (Specialisation, target) -> FlyDSL CompiledFunction
@@ -96,43 +137,53 @@ def run(
         raise NotImplementedError(reason)
     if problem.M == 0 or problem.N == 0:
         return []
-    a, b, out, bias, alpha, *_ = tensors
-    assert out is not None
+    assert tensors.out is not None
     if config is None:
         config, _ = default_config(problem, arch)
     notes: list[str] = []
+    a, b, bias = tensors.a, tensors.b, tensors.bias
     if problem.K == 0:
         # No element of the operands is read; they only need an address.
-        a = b = torch.zeros((1, ALIGN_BYTES), dtype=problem.a_dtype, device=out.device)
-    if problem.a_dtype.itemsize == 1:
-        a, b = a.view(torch.uint8), b.view(torch.uint8)  # the kernel is compiled for the two formats
+        a = b = torch.zeros((1, ALIGN_BYTES), dtype=torch.uint8, device=a.device).view(a.dtype)
     rows_a, rows_b = _tile_rows(problem, config, arch)
-    a = _readable("a", a, rows_a, notes)
-    b = _readable("b", b, rows_b, notes)
-
-    target = _writable(out, config.tile_m)
-    if target is None:
-        notes.append(_OUT_COPIED)
-        target = out.clone(memory_format=torch.contiguous_format)
-    vectorised = problem.N % 8 == 0 and _aligned(target)
-    if bias is None:
-        bias_arg = target[0]  # not read
-    else:
+    targets = {name: _writable(getattr(tensors, name), config.tile_m) for name in _written(tensors)}
+    for name, target in targets.items():
+        if target is None:
+            notes.append(_written_through_a_copy(name))
+            targets[name] = getattr(tensors, name).clone(memory_format=torch.contiguous_format)
+    vectorised = _vectorised(problem, targets.values())
+    if bias is not None:
         # A single element is contiguous whatever its stride, but the kernel is traced with stride 1.
-        bias_arg = bias.as_strided((1,), (1,)) if problem.N == 1 else bias.contiguous()
-        if bias_arg.data_ptr() % ALIGN_BYTES and vectorised:
-            bias_arg = bias_arg.clone()
+        bias = bias.as_strided((1,), (1,)) if problem.N == 1 else bias.contiguous()
+        if bias.data_ptr() % ALIGN_BYTES and vectorised:
+            bias = bias.clone()
             notes.append(_BIAS_COPIED)
-
-    spec = specialise(problem, config, arch, vectorised)
-    _launch(spec, (a, b, target, bias_arg, problem.M, problem.N, problem.K, float(alpha)))
-    if target.data_ptr() != out.data_ptr():
-        out.copy_(target)
+    prepared = tensors._replace(
+        a=_readable("a", a, rows_a, notes), b=_readable("b", b, rows_b, notes), bias=bias, **targets
+    )
+    _launch(specialise(problem, config, arch, vectorised), _arguments(problem, prepared, None))
+    for name, target in targets.items():
+        written = getattr(tensors, name)
+        if target.data_ptr() != written.data_ptr():
+            written.copy_(target)
     return notes
 
 
-_OUT_COPIED = "out written through a copy: its inner stride is not 1 or its row stride is beyond the limit"
 _BIAS_COPIED = "bias copied: not 16-byte aligned"
+
+
+def _written(tensors: GemmTensors) -> list[str]:
+    """Names of the matrices that are written."""
+    return [name for name in ("out", "preactivation", "out_columnwise") if getattr(tensors, name) is not None]
+
+
+def _written_through_a_copy(name: str) -> str:
+    return f"{name} written through a copy: its inner stride is not 1 or its row stride is beyond the limit"
+
+
+def _vectorised(problem, targets):
+    """Whether whole chunks are stored: every row starts at a multiple of 16 bytes and is whole chunks of 16-bit elements."""
+    return problem.N % 8 == 0 and problem.out_columns % 8 == 0 and all(_aligned(target) for target in targets)
 
 
 def copies(
@@ -142,16 +193,16 @@ def copies(
     tensors: GemmTensors,
 ) -> list[str]:
     """The notes that `run` would return for the same arguments; out None: a new, contiguous one. Nothing is copied."""
-    a, b, out, bias, *_ = tensors
     notes = []
-    for name, tensor, rows in zip("ab", (a, b), _tile_rows(problem, config, arch), strict=True):
+    operands = zip("ab", (tensors.a, tensors.b), _tile_rows(problem, config, arch), strict=True)
+    for name, tensor, rows in operands:
         if (reason := _why_copied(_plain_strides(tensor), rows)) is not None:
             notes.append(f"{name} copied: {reason}")
-    target = None if out is None else _writable(out, config.tile_m)
-    if out is not None and target is None:
-        notes.append(_OUT_COPIED)
-    vectorised = problem.N % 8 == 0 and (target is None or _aligned(target))  # N % 8 aligns the rows of a new tensor
-    if bias is not None and vectorised and bias.data_ptr() % ALIGN_BYTES:
+    targets = {name: _writable(getattr(tensors, name), config.tile_m) for name in _written(tensors)}
+    notes += [_written_through_a_copy(name) for name, target in targets.items() if target is None]
+    # N % 8 aligns the rows of a new tensor.
+    vectorised = _vectorised(problem, [target for target in targets.values() if target is not None])
+    if tensors.bias is not None and vectorised and tensors.bias.data_ptr() % ALIGN_BYTES:
         notes.append(_BIAS_COPIED)
     return notes
 

@@ -34,15 +34,16 @@ from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, unifo
 from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
+from fourwave.ops.gemm.cdna import launcher
 from fourwave.ops.gemm.config import geometry
 
 ARCH = "gfx942"
 NUM_STAGES = 2  # LDS buffers per operand
 
 
-def build(config, layout, fmt, epi):
-    """The launcher of one specialisation: a FlyDSL JIT function (a, b, out, bias, M, N, K, alpha, stream)."""
-    geo = geometry(config, layout, fmt.elem_bytes, ARCH)
+def build(spec, fmt, epi):
+    """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
+    geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH)
     assert geo.num_stages == NUM_STAGES, "why_unsupported lets nothing else through"
 
     @fx.struct
@@ -51,10 +52,8 @@ def build(config, layout, fmt, epi):
         b: fx.Array[fx.Uint8, NUM_STAGES * geo.b.stage_bytes, 16]
 
     @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
-    def gemm_cdna3(
-        a: fx.Tensor, b: fx.Tensor, out: fx.Tensor, bias: fx.Tensor,
-        M: fx.Int32, N: fx.Int32, K: fx.Int32, alpha: fx.Float32,
-    ):  # fmt: skip
+    def gemm_cdna3(arguments):
+        M, N, K = arguments.M, arguments.N, arguments.K
         thread = fx.Int32(fx.thread_idx.x)
         lane = thread % WAVE
         wave = uniform(thread // WAVE)
@@ -66,8 +65,8 @@ def build(config, layout, fmt, epi):
 
         lds = fx.SharedAllocator().allocate(Storage).peek()
         lds_a, lds_b = lds.a.ptr, lds.b.ptr
-        global_a = GlobalTile(a, geo.a, m0, K, thread)
-        global_b = GlobalTile(b, geo.b, n0, K, thread)
+        global_a = GlobalTile(arguments.a, geo.a, m0, K, thread)
+        global_b = GlobalTile(arguments.b, geo.b, n0, K, thread)
         fragments_a = Fragments(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
         fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
         # Where both operands are sorted in registers, spread reads cost registers that a 256 x 256 tile does not have.
@@ -134,14 +133,6 @@ def build(config, layout, fmt, epi):
 
         # Epilogue.
         acc = [fx.Vector(value) for value in results[1 + sum(counts) :]]
-        store_tile(acc, epi, out, bias, alpha, m0, n0, M, N, geo, wave_m, wave_n, lane)
+        store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane)
 
-    @flyc.jit
-    def launch_gemm_cdna3(
-        a: fx.Tensor, b: fx.Tensor, out: fx.Tensor, bias: fx.Tensor,
-        M: fx.Int32, N: fx.Int32, K: fx.Int32, alpha: fx.Float32, stream: fx.Stream = fx.Stream(None),
-    ):  # fmt: skip
-        tiles = num_tiles(M, geo.tile_m) * num_tiles(N, geo.tile_n)
-        gemm_cdna3(a, b, out, bias, M, N, K, alpha).launch(grid=(tiles, 1, 1), block=(WORKGROUP, 1, 1), stream=stream)
-
-    return launch_gemm_cdna3
+    return launcher(gemm_cdna3, geo)

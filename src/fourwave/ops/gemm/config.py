@@ -26,6 +26,8 @@ FLOAT8 = {
 MAX_TILE_BYTES = 2**31  # one buffer resource: tile rows x row stride
 MAX_EXTENT = 2**31 - 2**12  # sizes are int32, and rounding up to a tile must not overflow
 RESERVED = 48  # registers per lane for addresses, loop state, epilogue
+# What of GemmProblem.why_refused the kernels know, on either machine.
+FEATURES: frozenset[str] = frozenset()
 ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu")
 
 
@@ -214,7 +216,7 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
         return f"config is a {type(config).__name__}: the FlyDSL kernels take a GemmConfig"
     if problem.layout not in ("TN", "NN", "NT"):
         return f"layout {problem.layout!r}: the kernels have TN, NN and NT"
-    if (reason := _why_operands_unsupported(problem, arch) or problem.why_refused()) is not None:
+    if (reason := _why_operands_unsupported(problem, arch) or problem.why_refused(FEATURES)) is not None:
         return reason
     outputs = (torch.float32, torch.bfloat16, torch.float16)
     if problem.out_dtype not in outputs:
