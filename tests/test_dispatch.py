@@ -14,7 +14,7 @@ import torch
 
 import fourwave as fw
 from fourwave.backends import guard, registry, select
-from fourwave.ops.gemm import api
+from fourwave.ops.gemm import check
 from fourwave.ops.gemm.config import GemmConfig, default_config
 from fourwave.ops.gemm.problem import GemmProblem
 from fourwave.ops.gemm.sm90_config import HopperConfig
@@ -108,12 +108,16 @@ def test_use_backend_as_a_plain_call_holds():
 
 def test_one_backend_per_precision(monkeypatch):
     monkeypatch.setenv("FOURWAVE_BACKEND", "bf16=sim, fp32=native")
-    assert select.parse("bf16=sim, fp32=native") == {"bf16": "sim", "fp16": "auto", "fp32": "native", "fp8": "auto"}
+    assert select.parse("bf16=sim, fp32=native") == {"bf16": "sim", "fp16": "auto", "fp32": "native", "fp8": "auto",
+        "mxfp8": "auto", "mxfp4": "auto",
+    }  # fmt: skip
     assert select.parse("native,bf16=sim:gfx942") == {
         "bf16": "sim:gfx942",
         "fp16": "native",
         "fp32": "native",
         "fp8": "native",
+        "mxfp8": "native",
+        "mxfp4": "native",
     }
     assert fw.explain(A.float(), B.float()).backend == "native"
     bf16 = fw.explain(A, B)
@@ -304,7 +308,7 @@ def test_what_backends_are_handed():
         for x in operands:
             rows = x.numel() // x.shape[-1]
             notes: list[str] = []
-            matrix = api._matrix(x, rows, "a", notes)
+            matrix = check.matrix(x, rows, "a", notes)
             assert matrix.shape == (rows, x.shape[-1]) and not matrix.is_neg()
             assert torch.equal(matrix, x.reshape(matrix.shape))
             assert matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1]
@@ -561,12 +565,12 @@ def test_warm_call_parses_and_chooses_nothing_again(monkeypatch):
     a, b = torch.ones(2, 8), torch.ones(3, 8)
     monkeypatch.setenv("FOURWAVE_BACKEND", "fp32=native")
     fw.gemm(a, b)
-    parses, choices, problems = (f.cache_info() for f in (select.parse, select.select, api._problem))
+    parses, choices, problems = (f.cache_info() for f in (select.parse, select.select, check._problem))
     for _ in range(3):
         fw.gemm(a, b)
     assert select.parse.cache_info().misses == parses.misses
     assert select.select.cache_info().misses == choices.misses
-    assert api._problem.cache_info().misses == problems.misses
+    assert check._problem.cache_info().misses == problems.misses
 
 
 # --------------------------------------------------------------------------------------------------- what is missing

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fourwave import formats
 from fourwave.backends.base import Backend, Description
-from fourwave.ops.gemm.problem import FP8
+from fourwave.formats.scaling import expand_scale
+from fourwave.ops.gemm.problem import FLOAT8, PACKED_E2M1
 from fourwave.ops.gemm.reference import activate
 
 if TYPE_CHECKING:
@@ -30,9 +32,10 @@ def _inexact_fp32() -> bool:
 
 
 class NativeBackend(Backend):
-    """torch.mm.
+    """torch.mm; torch._scaled_mm for 8-bit floats with one scale each, where the GPU's library takes them.
 
-    8-bit floats are converted to float32, which is exact, and multiplied as float32.
+    Other operands of 8 bits and less are dequantized first, to float32, or for MX on a GPU to bfloat16: exact but for
+    "1x128" and "128x128", whose values are rounded to float32.
     bf16 and fp16 are accumulated in float32; alpha, bias, activation and the addend are applied in float32, and the only
     rounding is the one to out_dtype. One exception: on a GPU, when out_dtype is the operands' and there is no epilogue,
     the call is torch.mm as it is, so torch.backends.cuda.matmul.allow_{bf16,fp16}_reduced_precision_reduction, which
@@ -50,7 +53,9 @@ class NativeBackend(Backend):
     def why_unsupported(self, problem: GemmProblem, config: GemmConfig | None) -> str | None:
         if config is not None:
             return f"native takes no config; {config!r} would be ignored"
-        return problem.why_refused()
+        if problem.batch_invariant:
+            return "batch_invariant: the order in which PyTorch sums may depend on M"
+        return None
 
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
         reasons = []
@@ -58,8 +63,11 @@ class NativeBackend(Backend):
             why = "multiplied in fp64, epilogue in fp32: PyTorch's setting would let it round fp32 operands"
             return Description(kernel="torch.mm", reasons=[why])
         on_gpu = problem.device_type == "cuda"
-        if problem.precision == FP8:
-            reasons.append("converted to fp32, which is exact; accumulated in fp32, one rounding to the output")
+        if problem.precision not in ("bf16", "fp16", "fp32"):
+            if why_no_scaled_mm(problem) is None:
+                why = "torch._scaled_mm, or dequantized where rows are not 16-byte aligned; epilogue in fp32"
+                return Description(kernel="torch._scaled_mm", reasons=[why])
+            reasons.append("dequantized, then torch.mm; accumulated in fp32, one rounding to the output")
         elif problem.precision != "fp32":
             if on_gpu and self._is_plain(problem) and problem.out_dtype == problem.a_dtype:
                 reasons.append(
@@ -76,7 +84,8 @@ class NativeBackend(Backend):
 
     @staticmethod
     def _is_plain(problem: GemmProblem) -> bool:
-        return problem.bias_dtype is None and problem.activation is None and not problem.accumulate
+        extras = (problem.bias_dtype, problem.activation, problem.preactivation_dtype, problem.bias_grad_dtype)
+        return not problem.accumulate and all(extra is None for extra in extras)
 
     def run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         if torch.is_autocast_enabled(problem.device_type):
@@ -85,37 +94,132 @@ class NativeBackend(Backend):
         return self._run(problem, tensors)
 
     def _run(self, problem: GemmProblem, tensors: GemmTensors) -> list[str]:
-        a, b, out, bias, alpha, *_ = tensors
-        assert out is not None
-        op_a = a.mT if problem.trans_a else a
-        op_b = b.mT if problem.trans_b else b
-        is_fp32 = problem.a_dtype == torch.float32
+        a, b, out = tensors.a, tensors.b, tensors.out
+        is_fp32 = problem.a_dtype == problem.b_dtype == torch.float32
         # The setting is the process's: changing it for one product would race with other threads.
         widen = problem.device_type == "cpu" and _inexact_fp32()
         if (
             not widen
-            and alpha == 1.0
+            and tensors.alpha == 1.0
             and problem.out_dtype == problem.a_dtype
             and (is_fp32 or problem.device_type == "cuda")
             and self._is_plain(problem)
         ):
-            torch.mm(op_a, op_b, out=out)
+            torch.mm(a.mT if problem.trans_a else a, b.mT if problem.trans_b else b, out=out)
             return []
-        if widen:
-            acc = torch.mm(op_a.double(), op_b.double()).float()
-        elif is_fp32:
-            acc = torch.mm(op_a, op_b)
-        elif problem.device_type == "cuda" and _HAS_MM_OUT_DTYPE and problem.precision != FP8:
-            acc = torch.mm(op_a, op_b, out_dtype=torch.float32)
+        if why_no_scaled_mm(problem, tensors) is None:
+            acc = _scaled_mm(problem, tensors)
         else:
-            # Products of such values are exact in fp32 (and TF32 holds the formats' significands).
-            acc = torch.mm(op_a.float(), op_b.float())
-        if alpha != 1.0:
-            acc.mul_(alpha)
-        if bias is not None:
-            acc.add_(bias)  # promotes a bf16 or fp16 bias to float32
-        acc = activate(acc, problem.activation)
-        if problem.accumulate:
-            acc.add_(out)
-        out.copy_(acc)
+            a, b = (_values(t, scale, scaling, k_last, problem) for t, scale, scaling, k_last in (
+                (a, tensors.a_scale, problem.a_scaling, not problem.trans_a),
+                (b, tensors.b_scale, problem.b_scaling, problem.trans_b),
+            ))  # fmt: skip
+            op_a, op_b = a.mT if problem.trans_a else a, b.mT if problem.trans_b else b
+            if widen:
+                acc = torch.mm(op_a.double(), op_b.double()).float()
+            elif is_fp32:
+                acc = torch.mm(op_a, op_b)
+            elif problem.device_type == "cuda" and _HAS_MM_OUT_DTYPE and op_a.dtype == op_b.dtype != torch.float32:
+                acc = torch.mm(op_a, op_b, out_dtype=torch.float32)
+            else:
+                # Products of 16- and 8-bit floats are exact in fp32 (and TF32 holds their significands).
+                acc = torch.mm(op_a.float(), op_b.float())
+            for scale, scaling, dim in (
+                (tensors.a_scale, problem.a_scaling, 1),
+                (tensors.b_scale, problem.b_scaling, 0),
+            ):
+                if scaling in ("tensor", "row"):
+                    assert scale is not None
+                    acc.mul_(scale if scaling == "tensor" else scale.unsqueeze(dim))
+        finish(problem, acc, tensors)
         return []
+
+
+def finish(problem: GemmProblem, acc: torch.Tensor, tensors: GemmTensors) -> None:
+    """Write every output from the sums [M, N] in float32, scales of operands included; acc is used up."""
+    if tensors.alpha != 1.0:
+        acc.mul_(tensors.alpha)
+    if tensors.bias is not None:
+        acc.add_(tensors.bias)  # promotes a bf16 or fp16 bias to float32
+    if tensors.preactivation is not None:
+        tensors.preactivation.view(acc.shape).copy_(acc)
+    y = activate(acc, problem.activation)
+    if tensors.bias_grad is not None:
+        total = _values(tensors.a, tensors.a_scale, problem.a_scaling, False, problem).float().sum(0)
+        if problem.a_scaling in ("tensor", "row"):
+            assert tensors.a_scale is not None
+            total = total * tensors.a_scale
+        tensors.bias_grad.copy_(total + tensors.bias_grad if problem.accumulate else total)
+    if problem.out_scaling is not None:
+        _quantize_out(problem, y, tensors)
+        return
+    assert tensors.out is not None
+    if problem.accumulate:
+        y.add_(tensors.out)
+    tensors.out.copy_(y)
+
+
+def _quantize_out(problem: GemmProblem, y: torch.Tensor, tensors: GemmTensors) -> None:
+    from fourwave.quantize import quantize
+
+    element = "e5m2" if FLOAT8[problem.out_dtype].startswith("e5m2") else "e4m3"
+    fnuz = FLOAT8[problem.out_dtype].endswith("fnuz")
+    if problem.out_scaling == "tensor":
+        q = quantize(y, f"fp8_{element}", scale=tensors.out_scale, fnuz=fnuz, backend="native")
+        pairs = [(tensors.out, q.data), (tensors.out_amax, q.amax)]
+    else:
+        q = quantize(
+            y, f"mxfp8_{element}", problem.out_direction, scale_rule=problem.out_scale_rule, backend="native"
+        )  # fmt: skip
+        pairs = [
+            (tensors.out, q.data), (tensors.out_scale, q.scale),
+            (tensors.out_columnwise, q.columnwise_data), (tensors.out_columnwise_scale, q.columnwise_scale),
+        ]  # fmt: skip
+    for target, value in pairs:
+        if target is not None:
+            assert value is not None
+            target.view(value.shape).copy_(value)
+
+
+def _values(
+    t: torch.Tensor, scale: torch.Tensor | None, scaling: str | None, k_last: bool, problem: GemmProblem
+) -> torch.Tensor:
+    """An operand as numbers to multiply, scales "tensor" and "row" left for the sums.
+
+    MX on a GPU: bfloat16, which holds every code times a power of two within its range. Else float32: exact for MX,
+    one rounding for blocks with float32 scales.
+    """
+    if t.dtype == PACKED_E2M1:
+        values = formats.decode(formats.unpack_e2m1(t), formats.E2M1)
+    elif t.dtype in FLOAT8:
+        values = t.float()
+    else:
+        return t
+    if scale is None or scaling in ("tensor", "row"):
+        return values
+    assert scaling is not None
+    values = values * expand_scale(scale, scaling, tuple(values.shape), k_last, torch.float32)
+    return values.bfloat16() if scaling == "1x32" and problem.device_type == "cuda" else values
+
+
+def why_no_scaled_mm(problem: GemmProblem, tensors: GemmTensors | None = None) -> str | None:
+    """Why torch._scaled_mm (cuBLASLt, hipBLASLt) does not multiply this, or None: 8-bit floats with one scale each on a GPU."""
+    if problem.device_type != "cuda" or (problem.a_scaling, problem.b_scaling) != ("tensor", "tensor"):
+        return "one scale for each operand, on a GPU"
+    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 9):
+        return "compute capability 8.9 or higher"
+    if problem.layout != "TN" or problem.a_dtype == problem.b_dtype == torch.float8_e5m2:
+        return "TN, and not e5m2 with e5m2"
+    if problem.K % 16 or problem.N % 16:
+        return "K and N multiples of 16"
+    if tensors is not None and any(t.data_ptr() % 16 or t.stride(0) % 16 for t in (tensors.a, tensors.b)):
+        return "16-byte aligned rows"
+    return None
+
+
+def _scaled_mm(problem: GemmProblem, tensors: GemmTensors) -> torch.Tensor:
+    assert tensors.a_scale is not None and tensors.b_scale is not None
+    return torch._scaled_mm(
+        tensors.a, tensors.b.mT, tensors.a_scale, tensors.b_scale, out_dtype=torch.float32,
+        use_fast_accum=problem.fast_accum,
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from fourwave.cli import console as out
 from fourwave.cli import names
-from fourwave.ops.gemm.api import explain_problem
+from fourwave.ops.gemm.explain import explain_problem
 from fourwave.ops.gemm.problem import GemmProblem
 
 ISA_SHAPE = (4096, 4096, 4096)  # fills the chip: the largest tile

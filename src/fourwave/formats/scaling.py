@@ -28,11 +28,13 @@ def scale_shape(scaling: str, rows: int, columns: int, k_last: bool) -> tuple[in
     return (rows, -(-columns // size)) if k_last else (-(-rows // size), columns)
 
 
-def expand_scale(scale: torch.Tensor, scaling: str, shape: tuple[int, ...], k_last: bool) -> torch.Tensor:
-    """float64 scales that broadcast against codes of `shape` (rows, columns). See scale_shape."""
+def expand_scale(
+    scale: torch.Tensor, scaling: str, shape: tuple[int, ...], k_last: bool, dtype: torch.dtype = torch.float64
+) -> torch.Tensor:
+    """Scales as float64 or float32, both exact, that broadcast against codes of `shape` (rows, columns). See scale_shape."""
     if scale.dtype in (torch.uint8, E8M0.torch_dtype):
-        scale = decode(scale, E8M0, torch.float64)
-    scale = scale.to(torch.float64)
+        scale = decode(scale, E8M0, dtype)
+    scale = scale.to(dtype)
     if scaling == "tensor":
         return scale.reshape(())
     if scaling == "row":
