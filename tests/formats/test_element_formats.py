@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from fourwave import formats
-from fourwave.formats import BF16, E2M1, E4M3FN, E4M3FNUZ, E5M2, E8M0, FP16, ElementFormat
+from fourwave.formats import BF16, E2M1, E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP16, ElementFormat
 
 INDEPENDENT = {
     "e4m3fn": ml_dtypes.float8_e4m3fn,
     "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
     "e5m2": ml_dtypes.float8_e5m2,
     "e2m1": ml_dtypes.float4_e2m1fn,
     "e8m0": ml_dtypes.float8_e8m0fnu,
@@ -122,7 +123,7 @@ def test_properties_agree_with_the_codes(fmt: ElementFormat) -> None:
     if fmt.torch_dtype is not None:
         info = torch.finfo(fmt.torch_dtype)
         assert (fmt.max, fmt.smallest_normal) == (info.max, info.smallest_normal)
-        if fmt.has_zero:  # torch gives 1 - 1/2 as e8m0's eps
+        if fmt not in (E8M0, E5M2FNUZ):  # torch gives 1 - 1/2 as e8m0's eps, and half of e5m2fnuz's
             assert fmt.eps == info.eps
 
 
@@ -225,7 +226,7 @@ def test_every_16_bit_input(fmt: ElementFormat, dtype: torch.dtype) -> None:
     np.testing.assert_array_equal(got[agreed], independent_encode(exact[agreed], fmt))
 
 
-@pytest.mark.parametrize("fmt", [E5M2, E4M3FNUZ, BF16, FP16], ids=lambda fmt: fmt.name)
+@pytest.mark.parametrize("fmt", [E5M2, E4M3FNUZ, E5M2FNUZ, BF16, FP16], ids=lambda fmt: fmt.name)
 def test_matches_torch(fmt: ElementFormat) -> None:
     """torch's casts of these go to Inf or NaN, so saturate=False."""
     assert fmt.torch_dtype is not None
@@ -258,6 +259,9 @@ SATURATION = [
     (E4M3FNUZ, -248.0, 0xFF, 0x80),
     (E4M3FNUZ, math.inf, 0x7F, 0x80),
     (E4M3FNUZ, -math.inf, 0xFF, 0x80),
+    (E5M2FNUZ, math.nextafter(61440.0, 0), 0x7F, 0x7F),
+    (E5M2FNUZ, 61440.0, 0x7F, 0x80),
+    (E5M2FNUZ, -math.inf, 0xFF, 0x80),
     (E5M2, math.nextafter(61440.0, 0), 0x7B, 0x7B),
     (E5M2, 61440.0, 0x7B, 0x7C),
     (E5M2, -61440.0, 0xFB, 0xFC),
@@ -296,6 +300,7 @@ def test_nan(fmt: ElementFormat) -> None:
     expected = {
         "e4m3fn": [0x7F, 0xFF, 0x7F],
         "e4m3fnuz": [0x80] * 3,
+        "e5m2fnuz": [0x80] * 3,
         "e5m2": [0x7E, 0xFE, 0x7E],
         "e2m1": [0x7] * 3,
         "e8m0": [0xFF] * 3,
@@ -316,7 +321,7 @@ def test_zero_and_underflow(fmt: ElementFormat) -> None:
         assert got == [0, 0, 0, 0xFF, 0, 0xFF]
         steps = torch.tensor([1.0, 1.25, 1.499, 1.5, 1.75, 2.0, 2.5]) * 2.0**-127
         assert formats.encode(steps, fmt).tolist() == [0, 0, 0, 1, 1, 1, 1]
-    elif fmt is E4M3FNUZ:
+    elif fmt in (E4M3FNUZ, E5M2FNUZ):
         assert got == [0] * 6
     else:
         assert got == [0, fmt.sign_bit] * 3  # half the smallest ties with zero, which is even
@@ -345,7 +350,7 @@ def test_errors() -> None:
         formats.decode(torch.tensor([0, 16], dtype=torch.uint8), E2M1)
     with pytest.raises(ValueError, match="float32 or float64"):
         formats.decode(torch.zeros(3, dtype=torch.uint8), E4M3FN, torch.float16)
-    with pytest.raises(ValueError, match="e4m3fn, e4m3fnuz, e5m2, e2m1, e8m0, bf16, fp16"):
+    with pytest.raises(ValueError, match="e4m3fn, e4m3fnuz, e5m2, e5m2fnuz, e2m1, e8m0, bf16, fp16"):
         formats.get("e3m4")
     assert formats.get("e5m2") is E5M2
 

@@ -8,14 +8,16 @@ neither zero nor subnormals: its E = 0 is 2^-127).
 e4m3fn      448           2^-6,   2^-9                 none         0x7F, 0xFF               448, or NaN
 e4m3fnuz    240           2^-7,   2^-10                none         0x80 (no -0)             240, or NaN
 e5m2        57344         2^-14,  2^-16                0x7C, 0xFC   mantissa not 0           57344, or Inf
+e5m2fnuz    57344         2^-15,  2^-17                none         0x80 (no -0)             57344, or NaN
 e2m1        6             1,      1/2                  none         none                     6
 e8m0        2^127         2^-127, none                 none         0xFF                     2^127, or NaN
 bf16        (2 - 2^-7) * 2^127,  2^-126, 2^-133        as IEEE      as IEEE                  largest, or Inf
 fp16        65504         2^-14,  2^-24                as IEEE      as IEEE                  65504, or Inf
 
 Sources: e4m3fn, e5m2: OCP 8-bit Floating Point Specification (OFP8) v1.0. e2m1, e8m0: OCP Microscaling Formats (MX) v1.0,
-sections 5.3.3 and 5.4.1. e4m3fnuz: Noune et al., "8-bit Numerical Formats for Deep Neural Networks" (2022), bias 8, as in
-AMD's CDNA3 ISA guide, where it is called FP8. fp16: IEEE 754 binary16. bf16: the upper half of IEEE 754 binary32.
+sections 5.3.3 and 5.4.1. e4m3fnuz, e5m2fnuz: Noune et al., "8-bit Numerical Formats for Deep Neural Networks" (2022), biases
+8 and 16, as in AMD's CDNA3 ISA guide, where they are called FP8 and BF8. fp16: IEEE 754 binary16. bf16: the upper half of
+IEEE 754 binary32.
 """
 
 from __future__ import annotations
@@ -111,6 +113,7 @@ class ElementFormat:
 E4M3FN = ElementFormat("e4m3fn", 8, 4, 3, 7, 0x7E, 0x7F, None, True, torch_dtype=torch.float8_e4m3fn)
 E4M3FNUZ = ElementFormat("e4m3fnuz", 8, 4, 3, 8, 0x7F, 0x80, None, True, False, torch.float8_e4m3fnuz)
 E5M2 = ElementFormat("e5m2", 8, 5, 2, 15, 0x7B, 0x7E, 0x7C, True, torch_dtype=torch.float8_e5m2)
+E5M2FNUZ = ElementFormat("e5m2fnuz", 8, 5, 2, 16, 0x7F, 0x80, None, True, False, torch.float8_e5m2fnuz)
 E2M1 = ElementFormat("e2m1", 4, 2, 1, 1, 0x7, None, None, True)
 # torch.float8_e8m0fnu came with torch 2.7
 E8M0 = ElementFormat(
@@ -119,7 +122,7 @@ E8M0 = ElementFormat(
 BF16 = ElementFormat("bf16", 16, 8, 7, 127, 0x7F7F, 0x7FC0, 0x7F80, False, torch_dtype=torch.bfloat16)
 FP16 = ElementFormat("fp16", 16, 5, 10, 15, 0x7BFF, 0x7E00, 0x7C00, False, torch_dtype=torch.float16)
 
-ALL: tuple[ElementFormat, ...] = (E4M3FN, E4M3FNUZ, E5M2, E2M1, E8M0, BF16, FP16)
+ALL: tuple[ElementFormat, ...] = (E4M3FN, E4M3FNUZ, E5M2, E5M2FNUZ, E2M1, E8M0, BF16, FP16)
 _BY_NAME = {fmt.name: fmt for fmt in ALL}
 
 
@@ -211,13 +214,13 @@ def encode(x, fmt, *, saturate=None):  # type: ignore[no-untyped-def]
     x         any shape; float64, float32, float16 or bfloat16 (numpy: the first three). Rounded once, float64 too
     saturate  what becomes of a magnitude that rounds past the largest value, and of Inf: True gives the largest value of
               its sign (OFP8's saturating mode), False gives Inf where the format has it and NaN otherwise. Default
-              fmt.saturates: True for e4m3fn, e4m3fnuz, e5m2 and e2m1, False for e8m0, bf16 and fp16. e2m1 has neither Inf
+              fmt.saturates: True for e2m1 and the 8-bit formats with a sign, False for e8m0, bf16 and fp16. e2m1 has neither Inf
               nor NaN, so False raises
     returns   codes, uint8 or uint16 (fmt.code_dtype), x's shape, torch or numpy as x was. e2m1: one code per byte
 
     Rounding comes first, then the test for overflow: 464 is e4m3fn's 448 in both modes, as it ties with 480 and 448 is even.
-    Small magnitudes round to zero of their sign; in e4m3fnuz, which has no negative zero, to 0x00.
-    NaN: with its sign 0x7F or 0xFF in e4m3fn, 0x7E or 0xFE in e5m2, 0x7FC0 in bf16, 0x7E00 in fp16; 0x80 in e4m3fnuz; 0xFF
+    Small magnitudes round to zero of their sign; in e4m3fnuz and e5m2fnuz, which have no negative zero, to 0x00.
+    NaN: with its sign 0x7F or 0xFF in e4m3fn, 0x7E or 0xFE in e5m2, 0x7FC0 in bf16, 0x7E00 in fp16; 0x80 in the fnuz formats; 0xFF
     in e8m0; in e2m1, which has none, +6 (0x7), as PTX's cvt.rn.satfinite.e2m1x2 has it.
     e8m0: anything from 0 to 2^-127 becomes 2^-127 (byte 0), zero included; below zero there is no value, so NaN. A tie goes
     up: of the significands 1 and 2 that 1.5 lies between, 2 is even. (torch and ml_dtypes agree on ties, but send all
