@@ -1,4 +1,8 @@
-"""out = act(alpha * acc + bias) (+ out), in float32, rounded once (ties to even) when it is stored."""
+"""out = act(alpha * a_scale * b_scale * acc + bias) (+ out), in float32, rounded once (ties to even) when it is stored.
+
+The scales here are those that do not change along K: of a whole operand ("tensor"), or one for each row of out (a) or
+column (b) ("row").
+"""
 
 from dataclasses import dataclass
 
@@ -64,50 +68,105 @@ def activate(x, activation):
     return x * (z < 0.0).select(upper, 1.0 - upper)
 
 
+class Matrix:
+    """The rows m0.. of a row-major matrix that a workgroup writes, from column n0 on. Offsets are relative to both."""
+
+    def __init__(self, tensor, dtype, m0, n0, rows, columns):
+        """rows, columns: how many are left from m0, n0 on; the inner stride is 1."""
+        self.dtype, self.size = dtype, dtype.width // 8
+        row_bytes = fx.Int64(fx.get_scalar(tensor.stride[0])) * self.size
+        self.pitch = fx.Int32(row_bytes)
+        self.buffer = Buffer(
+            tensor,
+            fx.Int64(m0) * row_bytes + fx.Int64(n0) * self.size,
+            fx.Int64(rows - 1) * row_bytes + fx.Int64(columns) * self.size,
+        )
+
+    def offset(self, row, column, stored):
+        """Byte offset; where `stored` is false, one that stores nothing. Rows past the last are out of range."""
+        return select(stored, row * self.pitch + column * self.size, OUT_OF_RANGE)
+
+    def load(self, offset, width):
+        return self.buffer.load(offset, width, self.dtype).to(fx.Float32)
+
+    def store(self, values, offset):
+        self.buffer.store(values.to(self.dtype), offset)
+
+
+class Line:
+    """Elements first.. of a contiguous vector with `count` left: bias, scales."""
+
+    def __init__(self, tensor, dtype, first, count):
+        self.dtype, self.size = dtype, dtype.width // 8
+        self.buffer = Buffer(tensor, fx.Int64(first) * self.size, fx.Int64(count) * self.size)
+
+    def load(self, index, width, wanted):
+        """Float32 values; zeros where `wanted` is false or past the end."""
+        offset = select(wanted, index * self.size, OUT_OF_RANGE)
+        return self.buffer.load(offset, width, self.dtype).to(fx.Float32)
+
+
+def scalar(tensor):
+    """The one element of a float32 tensor, the same in all lanes."""
+    return Line(tensor, fx.Float32, fx.Int32(0), fx.Int32(1)).load(fx.Int32(0), 1, fx.Boolean(True))[0]
+
+
 def store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane):
     """Finish and store one wave's accumulators. arguments: see cdna.launcher.
 
     Lane l holds, of result (i, j), one row of the output and four columns (mma.py); the results of one group of N
     fragments together give it a run of neighbouring columns (tiles.OperandTile.run_element).
     """
-    out, M, N = arguments.out, arguments.M, arguments.N
-    size = epi.out_dtype.width // 8
-    row_bytes = fx.Int64(fx.get_scalar(out.stride[0])) * size
-    used_rows = minimum(M - m0, fx.Int32(geo.tile_m))
-    out_buffer = Buffer(
-        out,
-        fx.Int64(m0) * row_bytes + fx.Int64(n0) * size,
-        fx.Int64(used_rows - 1) * row_bytes + fx.Int64(N - n0) * size,
-    )
+    M, N = arguments.M, arguments.N
+    used_rows, used_columns = minimum(M - m0, fx.Int32(geo.tile_m)), N - n0
+    out = Matrix(arguments.out, epi.out_dtype, m0, n0, used_rows, used_columns)
+    bias = column_scale = None
     if epi.bias_dtype is not None:
-        bias_size = epi.bias_dtype.width // 8
-        bias_buffer = Buffer(arguments.bias, fx.Int64(n0) * bias_size, fx.Int64(N - n0) * bias_size)
+        bias = Line(arguments.bias, epi.bias_dtype, n0, used_columns)
+    if epi.b_scaling == "row":
+        column_scale = Line(arguments.b_scale, fx.Float32, n0, used_columns)
 
     group, run = geo.b.group, geo.b.run
-    width = min(run, 16 // size) if epi.vectorised else 1  # elements per store
-    pitch = fx.Int32(row_bytes)
+    width = min(run, 16 // out.size) if epi.vectorised else 1  # elements per store
     rows = [wave_m * geo.wave_tile_m + geo.a.fragment_row(i, lane % MMA_M) for i in range(geo.frags_m)]
+    factors = _row_factors(epi, arguments, m0, used_rows, rows)
     for p in range(geo.frags_n // group):
         first_column = wave_n * geo.wave_tile_n + p * group * MMA_N + (lane // MMA_M) * run
         for c in range(0, run, width):
             column = first_column + c
-            stored = column < N - n0
-            addend = None
-            if epi.bias_dtype is not None:
-                offset = select(stored, column * bias_size, OUT_OF_RANGE)
-                addend = bias_buffer.load(offset, width, epi.bias_dtype).to(fx.Float32)
+            stored = column < used_columns
+            addend = None if bias is None else bias.load(column, width, stored)
+            scale = None if column_scale is None else column_scale.load(column, width, stored)
             for i, row in enumerate(rows):
-                offset = select(stored, row * pitch + column * size, OUT_OF_RANGE)
                 values = []
                 for e in range(width):
                     q, r = geo.b.run_element(c + e)
-                    x = acc[i * geo.frags_n + p * group + q][r] * arguments.alpha
+                    x = acc[i * geo.frags_n + p * group + q][r] * factors[i]
+                    if scale is not None:
+                        x = x * scale[e]
                     if addend is not None:
                         x = x + addend[e]
                     values.append(activate(x, epi.activation))
                 result = fx.Vector.from_elements(values, fx.Float32)
+                offset = out.offset(row, column, stored)
                 if epi.accumulate:
-                    result = result + out_buffer.load(offset, width, epi.out_dtype).to(fx.Float32)
-                out_buffer.store(result.to(epi.out_dtype), offset)
+                    result = result + out.load(offset, width)
+                out.store(result, offset)
             # One run at a time: the compiler would load and convert everything first, and have no registers for it.
             keep_order()
+
+
+def _row_factors(epi, arguments, m0, used_rows, rows):
+    """For each of `rows`: alpha and the scales that do not depend on the column."""
+    factor = arguments.alpha
+    scales = [
+        scalar(tensor)
+        for tensor, scaling in ((arguments.a_scale, epi.a_scaling), (arguments.b_scale, epi.b_scaling))
+        if scaling == "tensor"
+    ]
+    if scales:
+        factor = factor * (scales[0] if len(scales) == 1 else scales[0] * scales[1])
+    if epi.a_scaling != "row":
+        return [factor] * len(rows)
+    row_scale = Line(arguments.a_scale, fx.Float32, m0, used_rows)
+    return [factor * row_scale.load(row, 1, row < used_rows)[0] for row in rows]
