@@ -27,7 +27,7 @@ MAX_TILE_BYTES = 2**31  # one buffer resource: tile rows x row stride
 MAX_EXTENT = 2**31 - 2**12  # sizes are int32, and rounding up to a tile must not overflow
 RESERVED = 48  # registers per lane for addresses, loop state, epilogue
 # What of GemmProblem.why_refused the kernels know, on either machine.
-FEATURES: frozenset[str] = frozenset()
+FEATURES = frozenset(f"scaling:{a}x{b}" for a in (None, "tensor", "row") for b in (None, "tensor", "row"))
 ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu")
 
 
