@@ -13,7 +13,7 @@ import torch
 
 from fourwave import sim
 from fourwave.ops.gemm import amd
-from fourwave.ops.gemm.config import ARCHS, FLOAT8, GemmConfig, candidates, default_config
+from fourwave.ops.gemm.config import ARCHS, FLOAT8, GemmConfig, candidates
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.ops.gemm.reference import activate
 from fourwave.testing import assert_within, buffers, gemm_bound, inputs
