@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from fourwave.ops.gemm.config import GemmConfig
     from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+    from fourwave.quantize.problem import QuantizeProblem, QuantizeTensors
 
 
 @dataclass(frozen=True)
@@ -48,3 +51,18 @@ class Backend(ABC):
     def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         """What `run_gemm` would note about copies for the same tensors (out None: a new one), found without a launch."""
         return []
+
+    def why_quantize_unsupported(self, problem: QuantizeProblem) -> str | None:
+        """Why this backend cannot quantize `problem`, or None."""
+        return None
+
+    def run_quantize(
+        self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None
+    ) -> tuple[QuantizeTensors, list[str]]:
+        """What problem.outputs() lists, new, and notes. x is [rows, columns] with any strides and at least one element.
+
+        A backend without kernels for it runs the PyTorch code that defines the numbers.
+        """
+        from fourwave.quantize.reference import quantize_reference
+
+        return quantize_reference(problem, x, scale), []

@@ -1,0 +1,255 @@
+"""fw.quantize and the operator torch.ops.fourwave.quantize."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from torch.autograd import forward_ad
+
+from fourwave.backends import registry, select
+from fourwave.backends.base import Backend
+from fourwave.errors import BackendUnavailable
+from fourwave.formats.scale_rules import BLOCK_RULES, MX_RULES
+from fourwave.quantize.problem import INPUTS, QuantizeProblem, QuantizeTensors
+from fourwave.quantize.reference import quantize_nothing
+from fourwave.quantize.tensor import DIRECTIONS, FORMATS, QuantFormat, QuantizedTensor
+
+Tensor = torch.Tensor
+
+
+def quantize(
+    x: Tensor,
+    format: str,
+    direction: str = "rowwise",
+    *,
+    scale: Tensor | None = None,
+    scale_rule: str | None = None,
+    fnuz: bool | None = None,
+    columnwise_transposed: bool = False,
+    backend: str | None = None,
+) -> QuantizedTensor:
+    """Codes and scales of x: value = code * scale.
+
+    x           [..., C] float32, bfloat16 or float16, any strides. Leading dimensions are flattened: the result is a matrix [R, C]
+    format      "fp8_e4m3", "fp8_e5m2" (one scale), "fp8_row" (one per row), "fp8_1x128", "fp8_128x128", each of the last three
+                also with "_e5m2"; "mxfp8_e4m3", "mxfp8_e5m2", "mxfp4" (E8M0 scales of 1 x 32 blocks)
+    direction   along which scale blocks run: "rowwise" (C), "columnwise" (R), or "both", from one reading of x
+    scale       float32 () or (1,) on x's device: use this scale instead of one from x's amax ("fp8_e4m3" and "fp8_e5m2" only; delayed
+                scaling). From 2^-126 to 2^126, which is not checked; it becomes the result's scale, uncopied
+    scale_rule  MX: "floor" (default; OCP MX: values up to twice the largest saturate) or "ceil" (nothing saturates).
+                Others: "fp32" (default; amax / largest value) or "pow2" (the power of two above that)
+    fnuz        codes are float8_e4m3fnuz or float8_e5m2fnuz, which gfx942 multiplies. Default: where x is on a gfx942 GPU. MX
+                formats are OCP's everywhere
+    columnwise_transposed   store the columnwise codes and scales transposed: codes [C, R]
+    backend     as in `gemm`; default what `use_backend` or FOURWAVE_BACKEND says, else "auto". All give the same bits
+    returns     QuantizedTensor; with one scale for all, amax (float32 (), of x before rounding) is in it
+
+    docs/quantize.md defines the numbers, those of zeros, subnormals, Inf and NaN included. Nothing is read on the host. There
+    is no gradient: an x that requires grad is refused outside torch.no_grad().
+
+    Raises ValueError for what the caller must change, BackendUnavailable when a backend that was asked for is not here,
+    NotImplementedError when it cannot run this.
+    """
+    fmt = _check(x, format, direction, scale, scale_rule, fnuz, columnwise_transposed, backend)
+    rule = scale_rule or (MX_RULES if fmt.is_mx else BLOCK_RULES)[0]
+    if fnuz is None:
+        fnuz = not fmt.is_mx and _is_gfx942(x.device)
+    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
+    # One copy serves both directions unless one of them is transposed.
+    shared = fmt.one_copy and not columnwise_transposed
+    rowwise = direction != "columnwise" or shared
+    columnwise = direction != "rowwise" and not shared
+    transposed = columnwise and columnwise_transposed
+    arguments = (x, format, rowwise, columnwise, transposed, rule, fnuz, scale, backend)
+    if _needs_operator(x, scale):
+        data, stored, columnwise_data, columnwise_stored, amax = torch.ops.fourwave.quantize(*arguments)
+    else:
+        data, stored, columnwise_data, columnwise_stored, amax = _execute(*arguments)
+    given = scale if scale is None else scale.reshape(())
+    row = (data, given if given is not None else stored) if rowwise else (None, None)
+    column = (columnwise_data, given if given is not None else columnwise_stored) if columnwise else (None, None)
+    if shared:
+        row, column = (
+            (row if direction != "columnwise" else (None, None)),
+            (row if direction != "rowwise" else (None, None)),
+        )
+    return QuantizedTensor(
+        fmt, (rows, columns), *row, *column, columnwise_transposed=transposed,
+        amax=amax if fmt.scaling == "tensor" else None,
+    )  # fmt: skip
+
+
+def _check(
+    x: Tensor,
+    format: str,
+    direction: str,
+    scale: Tensor | None,
+    scale_rule: str | None,
+    fnuz: bool | None,
+    columnwise_transposed: bool,
+    backend: str | None,
+) -> QuantFormat:
+    fmt = FORMATS.get(format) if isinstance(format, str) else None
+    if fmt is None:
+        raise ValueError(f"format {format!r}: the formats are {', '.join(FORMATS)}")
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction {direction!r}: the directions are {', '.join(DIRECTIONS)}")
+    if not isinstance(x, Tensor) or x.dtype not in INPUTS:
+        came = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"x is {came}; it must be a float32, bfloat16 or float16 tensor")
+    if x.dim() == 0:
+        raise ValueError("x has no dimensions; it must be [..., C]")
+    if x.layout is not torch.strided or x.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"x is a {x.layout} tensor on {x.device}; quantize takes strided tensors on a CPU or GPU")
+    rules = MX_RULES if fmt.is_mx else BLOCK_RULES
+    if scale_rule is not None and scale_rule not in rules:
+        raise ValueError(f"scale_rule {scale_rule!r}: {format} has {' and '.join(rules)}")
+    if fnuz and fmt.is_mx:
+        raise ValueError(f"fnuz=True with {format}: MX formats have OCP codes only")
+    if columnwise_transposed and direction == "rowwise":
+        raise ValueError(
+            "columnwise_transposed=True with direction='rowwise': there are no columnwise codes to transpose"
+        )
+    if scale is not None:
+        if fmt.scaling != "tensor":
+            raise ValueError(f"scale= was given and {format} makes its own scales; fp8_e4m3 and fp8_e5m2 take one")
+        if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.numel() != 1:
+            came = f"{scale.dtype} {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+            raise ValueError(f"scale is {came}; it must be a float32 tensor of one element")
+        if scale.device != x.device:
+            raise ValueError(f"scale is on {scale.device} and x is on {x.device}")
+        if scale_rule is not None:
+            raise ValueError("scale_rule says how a scale is made, and scale= was given: leave one away")
+    if fmt.element == "e2m1":
+        packed = [] if direction == "columnwise" and columnwise_transposed else [("last dimension", x.shape[-1])]
+        if columnwise_transposed:
+            packed.append(("number of rows", math.prod(x.shape[:-1])))
+        for name, size in packed:
+            if size % 2:
+                raise ValueError(f"x is {tuple(x.shape)}: two 4-bit codes make a byte, so the {name} must be even")
+    if torch.is_grad_enabled() and (x.requires_grad or (scale is not None and scale.requires_grad)):
+        raise ValueError("x or scale requires grad, and quantize has no gradient: detach it, or use torch.no_grad()")
+    if backend is not None and (not isinstance(backend, str) or not backend):
+        raise ValueError(f"backend is {backend!r}; it must be a string, one of {', '.join(registry.known())}, or None")
+    if _has_tangent(x):
+        raise NotImplementedError("x has a forward-mode tangent, which would be dropped: quantize has no gradient")
+    return fmt
+
+
+def _has_tangent(x: Tensor) -> bool:
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+def _is_gfx942(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.hip is None:
+        return False
+    from fourwave.backends.flydsl import device_arch
+
+    return device_arch(torch.cuda.current_device() if device.index is None else device.index) == "gfx942"
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+
+
+def _needs_operator(*tensors: Tensor | None) -> bool:
+    """Whether something other than plain eager execution has to see the call as one operator."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None:
+        return True
+    return any(type(t) not in _PLAIN for t in tensors) or any(t is not None and t.is_meta for t in tensors)
+
+
+def _problem(
+    x: Tensor, format: str, rowwise: bool, columnwise: bool, transposed: bool, rule: str, fnuz: bool, given: bool
+) -> QuantizeProblem:
+    return QuantizeProblem(
+        math.prod(x.shape[:-1]), x.shape[-1], x.dtype, format, rowwise, columnwise, transposed, rule, fnuz, given,
+        x.device.type,
+    )  # fmt: skip
+
+
+def _execute(
+    x: Tensor,
+    format: str,
+    rowwise: bool,
+    columnwise: bool,
+    transposed: bool,
+    rule: str,
+    fnuz: bool,
+    scale: Tensor | None,
+    backend: str | None,
+) -> QuantizeTensors:
+    problem = _problem(x, format, rowwise, columnwise, transposed, rule, fnuz, scale is not None)
+    chosen, rejected = choose(select.requested(backend)[0], problem)
+    x = x.detach().reshape(problem.rows, problem.columns)
+    if problem.is_empty:
+        return quantize_nothing(problem, x)
+    result, notes = chosen.run_quantize(problem, x, None if scale is None else scale.detach().reshape(()))
+    if select.logger.isEnabledFor(logging.DEBUG):
+        words = [f"not {name}: {why}" for name, why in rejected] + notes
+        select.logger.debug("quantize %s: %s", problem, "; ".join([chosen.name, *words]))
+    return result
+
+
+def choose(spec: str, problem: QuantizeProblem) -> tuple[Backend, tuple[tuple[str, str], ...]]:
+    """The backend for `problem` when `spec` is in force, and name and reason of each that was passed over.
+
+    The same order and errors as in backends.select.
+    """
+    asked = select.parse(spec)[problem.precision]
+    rejected: list[tuple[str, str]] = []
+    for name in select._AUTO_ORDER if asked == select.AUTO else (asked,):
+        backend = registry.get(name)
+        missing = backend.unavailable()
+        why = missing or (None if problem.is_empty else backend.why_quantize_unsupported(problem))
+        if why is None:
+            return backend, tuple(rejected)
+        if asked != select.AUTO:
+            if missing:
+                raise BackendUnavailable(f"backend {asked!r} was asked for and cannot run here: {why}")
+            raise NotImplementedError(f"backend {asked!r} was asked for and cannot quantize {problem}: {why}")
+        rejected.append((name, why))
+    reasons = "; ".join(f"{name}: {why}" for name, why in rejected)
+    raise NotImplementedError(f"no backend can quantize {problem}. {reasons}")
+
+
+@torch.library.custom_op("fourwave::quantize", mutates_args=())
+def _quantize_op(
+    x: Tensor,
+    format: str,
+    rowwise: bool,
+    columnwise: bool,
+    transposed: bool,
+    scale_rule: str,
+    fnuz: bool,
+    scale: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Five tensors, QuantizeTensors; what was not asked for is an empty uint8 tensor."""
+    result = _execute(x, format, rowwise, columnwise, transposed, scale_rule, fnuz, scale, backend)
+    return _filled(result, x)
+
+
+@_quantize_op.register_fake
+def _quantize_fake(
+    x: Tensor,
+    format: str,
+    rowwise: bool,
+    columnwise: bool,
+    transposed: bool,
+    scale_rule: str,
+    fnuz: bool,
+    scale: Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    problem = _problem(x, format, rowwise, columnwise, transposed, scale_rule, fnuz, scale is not None)
+    return _filled(problem.allocate(x), x)
+
+
+def _filled(tensors: QuantizeTensors, like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return tuple(like.new_empty(0, dtype=torch.uint8) if t is None else t for t in tensors)  # type: ignore[return-value]

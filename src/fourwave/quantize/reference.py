@@ -1,0 +1,109 @@
+"""What quantization means, in plain PyTorch, written to be read. Kernels match it bit for bit.
+
+For each block of elements that share a scale:
+
+  amax  = max |x|                       NaN where the block holds NaN
+  scale = rule(amax)                    NaN (E8M0: 255) where amax is Inf or NaN; never 0, never Inf
+  inv   = 1 / scale                     one IEEE float32 division; exact for powers of two
+  code  = round(x * inv)                one float32 multiplication, then to nearest even, saturated
+
+A NaN gets the format's NaN code without sign (mxfp4, which has none: +6). Runs on any device, reads nothing on the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fourwave import formats
+from fourwave.formats.element import ElementFormat
+from fourwave.formats.scale_rules import SMALLEST_SCALE, PowerOfTwo
+from fourwave.quantize.problem import SCALE_DTYPE, QuantizeProblem, QuantizeTensors
+
+Tensor = torch.Tensor
+
+
+def quantize_reference(problem: QuantizeProblem, x: Tensor, scale: Tensor | None = None) -> QuantizeTensors:
+    """x [rows, columns], any strides; scale: float32 (), where problem.given_scale."""
+    shapes = problem.outputs()
+    pairs: list[Tensor | None] = []
+    amax = None
+    for rowwise, wanted in ((True, problem.rowwise), (False, problem.columnwise)):
+        if not wanted:
+            pairs += [None, None]
+            continue
+        blocks = _blocks(x, problem.block(rowwise))
+        amax = blocks.abs().amax((1, 3), keepdim=True).to(torch.float32)
+        if scale is None:
+            stored, inv = scale_from_amax(amax, problem.code_format, problem.scale_rule)
+        else:
+            stored, inv = scale, scale.reciprocal()
+        codes = _unblock(encode(blocks, inv, problem.code_format), problem)
+        stored = stored.squeeze(3).squeeze(1) if scale is None else stored
+        transposed = not rowwise and problem.transposed
+        if transposed:
+            codes, stored = codes.mT.contiguous(), stored.mT.contiguous()
+        if problem.code_format is formats.E2M1:
+            codes = formats.pack_e2m1(codes)
+        else:
+            codes = codes.view(problem.code_format.torch_dtype)
+        shape = (shapes.scale if rowwise else shapes.columnwise_scale) if scale is None else None
+        pairs += [codes, None if shape is None else stored.reshape(shape[0])]  # type: ignore[arg-type]
+    per_tensor = problem.quant_format.scaling == "tensor"
+    return QuantizeTensors(*pairs, amax.reshape(()) if per_tensor and amax is not None else None)
+
+
+def quantize_nothing(problem: QuantizeProblem, x: Tensor) -> QuantizeTensors:
+    """The answer for x without elements: scales, where there are any, are those of zeros."""
+    out = problem.allocate(x)
+    for scale in (out.scale, out.columnwise_scale):
+        if scale is not None:
+            zeros = torch.zeros(scale.shape, device=x.device)
+            scale.copy_(scale_from_amax(zeros, problem.code_format, problem.scale_rule)[0])
+    if out.amax is not None:
+        out.amax.zero_()
+    return out
+
+
+def scale_from_amax(amax: Tensor, fmt: ElementFormat, rule: str) -> tuple[Tensor, Tensor]:
+    """(scale, 1 / scale) of float32 amax, by formats/scale_rules.py. Scales of "floor" and "ceil" are E8M0 codes."""
+    finite = amax.isfinite()
+    nan = float("nan")
+    if rule == "fp32":
+        # A tensor as divisor: PyTorch multiplies by the reciprocal of a Python number on GPUs.
+        scale = (amax / torch.full_like(amax, fmt.max)).clamp(min=SMALLEST_SCALE)
+        scale = scale.masked_fill(~finite, nan)
+        return scale, scale.reciprocal()
+    power = PowerOfTwo.of(fmt, rule)
+    bits = amax.masked_fill(~finite, 0).view(torch.int32)
+    field = ((bits + (0x7FFFFF - power.top_mantissa)) >> 23) - power.emax  # (f > top) carries into the exponent
+    field = field.clamp(min=power.smallest)
+    inv = ((254 - field) << 23).view(torch.float32).masked_fill(~finite, nan)
+    if rule == "pow2":
+        return (field << 23).view(torch.float32).masked_fill(~finite, nan), inv
+    return field.masked_fill(~finite, 255).to(torch.uint8).view(SCALE_DTYPE), inv
+
+
+def encode(x: Tensor, inv: Tensor, fmt: ElementFormat) -> Tensor:
+    """uint8 codes of x * inv (float32), one per element."""
+    y = x.to(torch.float32) * inv
+    if fmt is formats.E2M1:
+        return formats.encode(y, fmt)
+    assert fmt.torch_dtype is not None and fmt.nan_code is not None
+    codes = y.clamp(-fmt.max, fmt.max).to(fmt.torch_dtype).view(torch.uint8)
+    return codes.masked_fill(y.isnan(), fmt.nan_code)
+
+
+def _blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
+    """[rows, columns] -> [row blocks, rows of a block, column blocks, columns of a block]; zeros past the matrix."""
+    pad = [-size % b for size, b in zip(x.shape, block)]
+    if any(pad):
+        x = F.pad(x, (0, pad[1], 0, pad[0]))
+    rows, columns = x.shape
+    return x.reshape(rows // block[0], block[0], columns // block[1], block[1])
+
+
+def _unblock(blocks: Tensor, problem: QuantizeProblem) -> Tensor:
+    """Inverse of _blocks, contiguous."""
+    n0, b0, n1, b1 = blocks.shape
+    return blocks.reshape(n0 * b0, n1 * b1)[: problem.rows, : problem.columns].contiguous()
