@@ -37,12 +37,14 @@ def gemm_bound(
     alpha: float = 1.0,
     addend: torch.Tensor | None = None,
     u_acc: float = U_FP32,
+    scaled: bool = False,
 ) -> torch.Tensor:
     """Largest error of each element of act(alpha * op(a) @ op(b) + bias) + addend, rounded once to out_dtype.
 
-    a, b, bias, addend  the operands as the kernel got them, shapes as in fw.gemm, 2-D, any dtype
+    a, b, bias, addend  the operands as the kernel got them, shapes as in fw.gemm, 2-D, any dtype; quantized ones as float64
     u_acc    relative error of one rounding in the accumulator; larger where a matrix unit keeps fewer bits
-    returns  [M, N] float64
+    scaled   float32 scales are multiplied in, with four roundings at most, to operands, partial sums or the sum
+    returns  [M, N], with swiglu [M, N / 2], float64
 
     Any order of summation: K + 1 roundings (product and sums) of partial results that are at most S = |op(a)| @ |op(b)|
     give (K + 1) u / (1 - (K + 1) u) * S. Then one float32 rounding each for alpha, bias and addend, the activation's slope
@@ -50,7 +52,21 @@ def gemm_bound(
     """
     op_a = (a.mT if trans_a else a).to(torch.float64)
     op_b = (b.mT if trans_b else b).to(torch.float64)
-    roundings = (op_a.shape[-1] + 1) * u_acc
+    value, error = _preactivation(op_a, op_b, bias, alpha, u_acc, scaled)
+    return _finish(value, error, out_dtype, activation, addend)
+
+
+def sum_bound(a: torch.Tensor, dtype: torch.dtype, addend: torch.Tensor | None = None) -> torch.Tensor:
+    """Largest error of the sums over a's first dimension, in float32, scales and an addend included, rounded once to dtype."""
+    values = a.to(torch.float64)
+    roundings = (len(values) + 4) * U_FP32
+    error = roundings / (1 - roundings) * values.abs().sum(0)
+    return _finish(values.sum(0), error, dtype, None, addend)
+
+
+def _preactivation(op_a, op_b, bias, alpha, u_acc, scaled):  # type: ignore[no-untyped-def]
+    """(value, error) of alpha * op_a @ op_b + bias in float32."""
+    roundings = (op_a.shape[-1] + 1) * u_acc + (4 * U_FP32 if scaled else 0)
     value = op_a @ op_b
     error = roundings / (1 - roundings) * (op_a.abs() @ op_b.abs())
     if alpha != 1.0:
@@ -60,7 +76,20 @@ def gemm_bound(
     if bias is not None:
         value = value + bias.to(torch.float64)
         error = error + U_FP32 * (value.abs() + error)
-    if activation is not None:
+    return value, error
+
+
+def _finish(value, error, out_dtype, activation, addend):  # type: ignore[no-untyped-def]
+    """Error bound of act(value) + addend, rounded to out_dtype."""
+    if activation == "swiglu":
+        gate, up = value.chunk(2, dim=-1)
+        gate_error, up_error = error.chunk(2, dim=-1)
+        silu = activate(gate, "silu")
+        silu_error = LIPSCHITZ["silu"] * gate_error + U_ACTIVATION * (gate.abs() + gate_error)
+        value = silu * up
+        error = silu_error * (up.abs() + up_error) + silu.abs() * up_error
+        error = error + U_FP32 * (value.abs() + error)
+    elif activation is not None:
         evaluation = 0.0 if activation == "relu" else U_ACTIVATION
         error = LIPSCHITZ[activation] * error + evaluation * (value.abs() + error)
         value = activate(value, activation)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from fourwave.formats import encode, pack_e2m1
+from fourwave.formats.element import E2M1, E8M0
+from fourwave.formats.scaling import scale_shape
 from fourwave.ops.gemm.problem import LAYOUTS
+from fourwave.quantize.tensor import FORMATS, QuantizedTensor
 from fourwave.testing.shapes import Shape
 
 K_BLOCK = 32  # elements of K that share a factor
@@ -58,6 +62,71 @@ def spread(
         a.contiguous().to(device=device, dtype=dtype),
         b.contiguous().to(device=device, dtype=dtype),
     )
+
+
+def quantized(
+    rows: int,
+    k: int,
+    name: str,
+    *,
+    generator: torch.Generator,
+    direction: str = "rowwise",
+    transposed: bool = False,
+    fnuz: bool = False,
+    device: torch.device | str = "cpu",
+    view_kind: str = "contiguous",
+) -> QuantizedTensor:
+    """A quantized operand, made of codes and scales directly and not by a quantizer.
+
+    name        fourwave.quantize.tensor.FORMATS; fnuz: codes of gfx942's 8-bit floats, where the format has such
+    direction   "rowwise": the matrix [rows, k]. "columnwise": the matrix [k, rows], reduced along its first dimension, stored
+                in natural order or, with `transposed`, transposed. The values do not depend on it
+    view_kind   how the codes lie (VIEWS); packed ones are always contiguous
+
+    Codes are those of `matrix`, of magnitude 1/2 to 4, and in a tenth of places any finite ones. Scales lie between 2^-6 and 2^6
+    (tensor: 0.37), no two neighbours alike; the first and last block of a row have large ones, so that a dropped block shows.
+    """
+    fmt = FORMATS[name]
+    codec = fmt.code_format(fnuz and not fmt.is_mx)
+
+    def uniform(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    values = 4 * (0.125 + 0.875 * uniform(rows, k)) * torch.where(uniform(rows, k) < 0.5, -1.0, 1.0)
+    wild = torch.where(uniform(rows, k) < 0.5, -1.0, 1.0) * codec.max * 2.0 ** (-(codec.bits + 4) * uniform(rows, k))
+    codes = encode(torch.where(uniform(rows, k) < 0.1, wild, values), codec)
+    shape = scale_shape(fmt.scaling, rows, k, True)
+    if fmt.scaling == "tensor":
+        scale = torch.tensor(0.37)
+    else:
+        exponent = torch.randint(-6, 5, shape, generator=generator)
+        if len(shape) == 2 and shape[1]:
+            exponent[:, 0] = exponent[:, -1] = 5
+            exponent += torch.arange(shape[1]) % 2 + torch.arange(shape[0])[:, None] % 2  # neighbours differ
+        if fmt.is_mx:
+            scale = encode(2.0 ** exponent.double(), E8M0)
+            scale = scale if E8M0.torch_dtype is None else scale.view(E8M0.torch_dtype)
+        else:
+            scale = (2.0 ** exponent.double() * (1 + uniform(*shape))).float()
+    columnwise = direction == "columnwise"
+    if columnwise and not transposed:
+        codes = codes.mT
+        scale = (
+            scale.view(torch.uint8).mT.contiguous().view(scale.dtype)
+            if fmt.is_mx
+            else scale.mT.contiguous()
+            if scale.dim() == 2
+            else scale
+        )
+    if codec is E2M1:
+        data = pack_e2m1(codes.contiguous()).to(device)
+    else:
+        assert codec.torch_dtype is not None
+        data = view(codes.contiguous().view(codec.torch_dtype).to(device), view_kind)
+    scale = scale.to(device)
+    if columnwise:
+        return QuantizedTensor(fmt, (k, rows), None, None, data, scale, transposed)
+    return QuantizedTensor(fmt, (rows, k), data, scale)
 
 
 def view(t: torch.Tensor, kind: str) -> torch.Tensor:
