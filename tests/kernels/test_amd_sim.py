@@ -12,7 +12,7 @@ import torch
 
 from fourwave import sim
 from fourwave.ops.gemm import amd
-from fourwave.ops.gemm.config import ARCHS, candidates
+from fourwave.ops.gemm.config import ARCHS, FLOAT8, candidates
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 
 pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
@@ -21,15 +21,16 @@ LAYOUTS = ("TN", "NN", "NT")
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def integers(*shape, seed):
+def integers(*shape, seed, dtype=BF16):
     """Small integers: every sum of their products is exact in float32."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(-4, 5, shape, generator=generator).to(BF16)
+    return torch.randint(-4, 5, shape, generator=generator).float().to(dtype)
 
 
-def operands(M, N, K, layout, seed=0):
-    problem = GemmProblem(M, N, K, layout, BF16, BF16, FP32)
-    return problem, integers(*problem.a_shape, seed=seed), integers(*problem.b_shape, seed=seed + 1)
+def operands(M, N, K, layout, seed=0, dtypes=(BF16, BF16)):
+    problem = GemmProblem(M, N, K, layout, *dtypes, FP32)
+    a = integers(*problem.a_shape, seed=seed, dtype=dtypes[0])
+    return problem, a, integers(*problem.b_shape, seed=seed + 1, dtype=dtypes[1])
 
 
 def product(a, b, layout):
@@ -54,6 +55,8 @@ def test_order_does_not_matter(arch, layout, options):
     """Copies that land at once, and waves in the opposite order, change nothing."""
     problem, a, b = operands(72, 80, 328, layout)
     check(arch, problem, candidates(arch)[2], a, b, **options)
+    problem, a, b = operands(280, 272, 432, layout, dtypes=FLOAT8[arch])
+    check(arch, problem, candidates(arch, 1)[0], a, b, **options)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -94,11 +97,13 @@ def test_beyond_2_to_31_elements(arch, layout):
     assert notes == []
 
 
+@pytest.mark.parametrize("elem_bytes", [2, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_lds_reads_without_bank_conflicts(arch, layout):
-    for config in candidates(arch):
-        problem, a, b = operands(config.tile_m, config.tile_n, config.tile_k, layout)
+def test_lds_reads_without_bank_conflicts(arch, layout, elem_bytes):
+    for config in candidates(arch, elem_bytes):
+        dtypes = FLOAT8[arch] if elem_bytes == 1 else (BF16, BF16)
+        problem, a, b = operands(config.tile_m, config.tile_n, config.tile_k, layout, dtypes=dtypes)
         _, report = check(arch, problem, config, a, b, count_bank_conflicts=True)
         counters = report.launches[0].counters
         assert counters["lds_read_cycles"] == counters["lds_read_cycles_ideal"], config

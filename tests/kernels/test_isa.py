@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fourwave.blocks.flydsl.tiles import LDS_BYTES
-from fourwave.ops.gemm.config import ARCHS, FLOAT8, candidates, geometry, lds_bytes
+from fourwave.ops.gemm.config import ARCHS, FLOAT8, candidates, geometry, in_halves, lds_bytes
 from fourwave.ops.gemm.problem import GemmProblem
 from fourwave.perf import isa
 
@@ -77,28 +77,39 @@ def test_main_loop_is_as_designed(arch, layout, index):
         assert loop.lds_writes == {"ds_write_b128": tiles * geo.loads_per_tile}
 
 
-@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 5))])
-@pytest.mark.parametrize("arch", ARCHS)
-def test_float8(arch, index):
-    """No spills; 16-byte accesses; each operand names its own format."""
+@pytest.mark.parametrize(("arch", "layout", "index"), ALL)
+def test_float8(arch, layout, index):
+    """No spills; 16-byte accesses where K is contiguous; each operand names its own format."""
     config = candidates(arch, 1)[index]
-    geo = geometry(config, "TN", 1, arch)
-    kernel = compiled(arch, "TN", index, FLOAT8[arch])
+    geo = geometry(config, layout, 1, arch)
+    kernel = compiled(arch, layout, index, FLOAT8[arch])
     print(kernel)
-    loop, tiles = kernel.main_loop, geo.tiles_per_step
-    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
-    assert kernel.lds_bytes == lds_bytes(config, "TN", 1, arch) <= LDS_BYTES[arch]
+    loop = kernel.main_loop
+    halves = in_halves(config, 1, arch)
+    tiles = 2 if halves else geo.tiles_per_step
+    _check_spills(kernel)
+    assert kernel.lds_bytes == lds_bytes(config, layout, 1, arch) <= LDS_BYTES[arch]
     assert loop.k == tiles * config.tile_k
-    # A step of K takes 64 bytes of a row for each 16-byte read of the wave, whatever the instruction.
-    rows = geo.frags_m + geo.frags_n
-    assert loop.lds_reads == {"ds_read_b128": rows * loop.k // 64}
+    # Each fragment once. A step of K takes 64 bytes of a row for 16 bytes of each lane, whatever the instruction.
+    slices = loop.k // 64
+    assert sum(_read_bytes(op) * count for op, count in loop.lds_reads.items()) == slices * 16 * (
+        geo.frags_m + geo.frags_n
+    )
+    contiguous = sum(f for f, tile in ((geo.frags_m, geo.a), (geo.frags_n, geo.b)) if tile.k_contiguous)
+    assert loop.lds_reads.get("ds_read_b128", 0) == slices * contiguous
+    transposing = 2 * slices * (geo.frags_m + geo.frags_n - contiguous) if arch == "gfx950" else 0
+    assert loop.lds_reads.get("ds_read_b64_tr_b8", 0) == transposing
     assert loop.mfma == geo.frags_m * geo.frags_n * loop.k // (128 if arch == "gfx950" else 32)
-    assert (loop.stores, loop.barriers) == (0, tiles)
+    assert (loop.stores, loop.barriers) == (0, tiles * (4 if halves else 1))
     if arch == "gfx950":
         assert (loop.loads_to_lds, loop.loads) == (tiles * geo.loads_per_tile, 0)
         # The instruction's first operand is b, e5m2 (1); a is e4m3 (0), which is not spelled.
         assert kernel.text.count("v_mfma_f32_16x16x128_f8f6f4") == kernel.text.count("cbsz:1") > 0
         assert "blgp" not in kernel.text and "v_mfma_scale" not in kernel.text
+        # Counted waits, never a drain: all but the two oldest of eight half tiles, or all but the oldest tile.
+        allowed = geo.loads_per_tile * 3 // 2 if halves else (geo.num_stages - 2) * geo.loads_per_tile
+        counted = [wait for wait in loop.waits if "vmcnt" in wait]
+        assert len(counted) == loop.barriers and all(f"vmcnt({allowed})" in wait for wait in counted)
     else:
         assert (loop.loads_to_lds, loop.loads) == (0, tiles * geo.loads_per_tile)
         assert "v_mfma_f32_16x16x32_bf8_fp8" in kernel.text
@@ -106,7 +117,7 @@ def test_float8(arch, index):
 
 def _read_bytes(op):
     """Bytes per lane of an LDS read; two-address forms read twice."""
-    bits = {"b128": 128, "b64": 64, "b32": 32, "u16": 16}
+    bits = {"b128": 128, "b64": 64, "b32": 32, "u16": 16, "u8": 8}
     size = next(value for key, value in bits.items() if key in op)
     return size // 8 * (2 if "read2" in op else 1)
 
@@ -133,8 +144,7 @@ def test_links_to_a_code_object(arch):
 )  # fmt: skip
 def test_epilogues_do_not_spill(arch, layout, options):
     _check_spills(compiled(arch, layout, 0, **options))
-    if layout == "TN":
-        _check_spills(compiled(arch, layout, 0, **(options | {"dtype": FLOAT8[arch]})))
+    _check_spills(compiled(arch, layout, 0, **(options | {"dtype": FLOAT8[arch]})))
 
 
 def _check_spills(kernel):

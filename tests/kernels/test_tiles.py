@@ -10,20 +10,34 @@ import dataclasses
 import pytest
 
 from fourwave.blocks.flydsl.tiles import LDS_BANKS, OperandTile, bank_conflicts, read_b128_groups
-from fourwave.ops.gemm.config import candidates, operand_tiles
+from fourwave.ops.gemm.config import candidates, in_halves, operand_tiles
 
 LANES = range(64)
+
+
+def stored_tiles(config, layout, elem_bytes, arch):
+    """Tiles as they lie in LDS: halves where the kernel brings them so."""
+    a, b = operand_tiles(config, layout, elem_bytes, arch)
+    if in_halves(config, elem_bytes, arch):
+        return a.half(config.waves_m), b.half(config.waves_n)
+    return a, b
+
+
 TILES = sorted(
     {
         (arch, tile)
         for arch in LDS_BANKS
-        for config in candidates(arch)
+        for elem_bytes in (1, 2)
+        for config in candidates(arch, elem_bytes)
         for layout in ("TN", "NN", "NT")
-        for tile in operand_tiles(config, layout, 2, arch)
+        for tile in stored_tiles(config, layout, elem_bytes, arch)
     },
     key=str,
 )
-IDS = [f"{arch}-{tile.extent}x{tile.tile_k}-{'k' if tile.k_contiguous else 'mn'}-{tile.group}" for arch, tile in TILES]
+IDS = [
+    f"{arch}-{tile.extent}x{tile.tile_k}-{8 * tile.elem_bytes}-{'k' if tile.k_contiguous else 'mn'}-{tile.group}-{tile.split}"
+    for arch, tile in TILES
+]
 
 
 def line_of_k(tile: OperandTile) -> dict[int, int]:
@@ -32,29 +46,37 @@ def line_of_k(tile: OperandTile) -> dict[int, int]:
 
 def reads(arch: str, tile: OperandTile):
     """(addresses by lane, lane groups served together, bytes) of every LDS read of the first fragments."""
-    wave_first = 16 * tile.group
-    for k0 in range(0, tile.tile_k, 32):
-        if tile.k_contiguous:
+    size = tile.elem_bytes
+    chunk = 16 // size  # elements
+    lane_k = tile.fragment_bytes // size  # of a slice
+    if tile.k_contiguous:
+        for k0 in range(0, tile.tile_k, 4 * chunk):
             for fragment in range(tile.extent // 16):
                 lines = [16 * fragment + lane % 16 for lane in LANES]
-                chunks = [k0 // 8 + lane // 16 for lane in LANES]
+                chunks = [k0 // chunk + lane // 16 for lane in LANES]
                 yield [tile.address(*at) for at in zip(lines, chunks)], read_b128_groups(tile.banks), 16
-        elif arch == "gfx950":
-            line_at = line_of_k(tile)
+        return
+    line_at = line_of_k(tile)
+    if arch == "gfx950":
+        rows = 8 // size  # of 16 columns, that 16 lanes read
+        for k0 in range(0, tile.tile_k, 4 * chunk):
             for column0 in range(0, tile.extent, 16):
-                for half in (0, 4):
-                    where = [(k0 + 8 * (x // 16) + half + x % 16 // 4, column0 + x % 4 * 4) for x in LANES]
-                    addresses = [tile.address(line_at[k], m // 8) + m % 8 * 2 for k, m in where]
+                for part in range(0, chunk, rows):
+                    across = 16 // rows  # lanes that share a row
+                    where = [
+                        (k0 + chunk * (x // 16) + part + x % 16 // across, column0 + x % across * rows) for x in LANES
+                    ]
+                    addresses = [tile.address(line_at[k], m // chunk) + m % chunk * size for k, m in where]
                     yield addresses, [range(32), range(32, 64)], 8
-        else:
-            line_at = line_of_k(tile)
-            size = 2 * tile.group
-            together = max(1, min(64, tile.banks * 4 // max(size, 4)))
-            groups = [range(first, first + together) for first in range(0, 64, together)]
-            for column0 in range(0, tile.extent, wave_first):
-                for k in range(8):
-                    where = [(k0 + 8 * (x // 16) + k, column0 + x % 16 * tile.group) for x in LANES]
-                    yield [tile.address(line_at[k], m // 8) + m % 8 * 2 for k, m in where], groups, size
+        return
+    width = size * tile.group
+    together = max(1, min(64, tile.banks * 4 // max(width, 4)))
+    groups = [range(first, first + together) for first in range(0, 64, together)]
+    for k0 in range(0, tile.tile_k, 4 * lane_k):
+        for column0 in range(0, tile.extent, 16 * tile.group):
+            for k in range(lane_k):
+                where = [(k0 + lane_k * (x // 16) + k, column0 + x % 16 * tile.group) for x in LANES]
+                yield [tile.address(line_at[k], m // chunk) + m % chunk * size for k, m in where], groups, width
 
 
 @pytest.mark.parametrize(("arch", "tile"), TILES, ids=IDS)
@@ -108,6 +130,21 @@ def test_k_contiguous_lines_are_in_fragment_order(arch, tile):
         pytest.skip("fragments of this tile are not lines")
     for line in range(tile.extent):
         assert tile.source_row(line) == tile.fragment_row(line // 16, line % 16)
+
+
+@pytest.mark.parametrize(("arch", "tile"), TILES, ids=IDS)
+def test_loads_bring_lines_a_known_distance_apart(arch, tile):
+    for line in range(tile.lines - tile.source_period):
+        assert tile.source_row(line + tile.source_period) == tile.source_row(line) + tile.source_period
+
+
+def test_halves_cover_the_tile():
+    """Each wave's part of a half is a half of its part of the tile."""
+    tile = OperandTile(256, 128, True, 1, 64)
+    half = tile.half(waves=2)
+    for first in (0, half.split):
+        rows = [first + half.spread(row) for row in range(half.extent)]
+        assert rows == [*range(first, first + 64), *range(128 + first, 128 + first + 64)]
 
 
 def test_bank_conflicts_counts_words_not_lanes():

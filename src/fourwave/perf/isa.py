@@ -111,7 +111,7 @@ def compile_isa(
     Raises NotImplementedError (why_unsupported), RuntimeError with the compiler's output when it fails.
     """
     from fourwave.ops.gemm import amd
-    from fourwave.ops.gemm.config import default_config, why_unsupported
+    from fourwave.ops.gemm.config import default_config, k_per_barrier, why_unsupported
 
     if (reason := why_unsupported(problem, config, arch)) is not None:
         raise NotImplementedError(reason)
@@ -147,7 +147,7 @@ def compile_isa(
         elf = root / "kernel.hsaco"
         return parse(
             (root / "kernel.s").read_text(), arch, elf.read_bytes() if elf.exists() else None,
-            f"linked by {linker}" if elf.exists() else note, config.tile_k,
+            f"linked by {linker}" if elf.exists() else note, k_per_barrier(config, problem.a_dtype.itemsize, arch),
             (root / "kernel.mlir").read_text(),
         )  # fmt: skip
 
@@ -199,9 +199,9 @@ def _compile_in_child(root: Path) -> None:
 
 
 def parse(
-    text: str, arch: str, code_object: bytes | None, link_note: str, tile_k: int, module: str = ""
+    text: str, arch: str, code_object: bytes | None, link_note: str, barrier_k: int, module: str = ""
 ) -> CompiledKernel:
-    """Read the assembly of one kernel. tile_k: K of one pipeline stage; the main loop has one barrier per stage."""
+    """Read the assembly of one kernel. barrier_k: K of the main loop for each of its barriers."""
 
     def metadata(key, default=None):
         found = re.findall(rf"^[\s-]+\.{key}:\s+(\S+)", text, re.MULTILINE)
@@ -224,7 +224,7 @@ def parse(
         vgpr_spills=metadata("vgpr_spill_count"),
         sgpr_spills=metadata("sgpr_spill_count"),
         scratch_bytes=metadata("private_segment_fixed_size"),
-        main_loop=_main_loop(text, tile_k),
+        main_loop=_main_loop(text, barrier_k),
         text=text,
         code_object=code_object,
         link_note=link_note,
@@ -241,7 +241,7 @@ def _loops(lines):
             yield labels[branch[1]], i
 
 
-def _main_loop(text, tile_k):
+def _main_loop(text, barrier_k):
     lines = text.splitlines()
     best: list[str] = []
     best_mfma = 0
@@ -283,7 +283,7 @@ def _main_loop(text, tile_k):
         else:
             raise ValueError(f"unknown kind of instruction in the main loop: {line}")
     return MainLoop(
-        k=max(1, count["barriers"]) * tile_k, mfma=best_mfma, lds_reads=reads, lds_writes=writes, loads_to_lds=count["to_lds"],
+        k=max(1, count["barriers"]) * barrier_k, mfma=best_mfma, lds_reads=reads, lds_writes=writes, loads_to_lds=count["to_lds"],
         loads=count["loads"], stores=count["stores"], waits=waits, barriers=count["barriers"], valu=count["valu"],
         copies=count["copies"], salu=count["salu"], instructions=len(best),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from fourwave.blocks.flydsl.memory import (
     lds_write,
     minimum,
     select,
+    transpose_bytes,
 )
 from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, LANE_GROUPS, MMA_M, WAVE, WORKGROUP
 
@@ -41,13 +42,24 @@ class GlobalTile:
         chunk = (thread % tile.chunks_per_line) ^ tile.key(line)
         self.chunk_elem = chunk * tile.chunk_elems  # first element of this lane's chunks along a line
         lines = [line + i * tile.lines_per_load for i in range(tile.loads)]
-        self.line_rows = [tile.source_row(at) for at in lines]
+        rows = [tile.source_row(at) for at in lines]
+        if tile.k_contiguous:
+            rows = [tile.spread(row) for row in rows]
+            extent = self.rows
+        else:
+            self.chunk_elem = tile.spread(self.chunk_elem)
+            extent = self.columns
+        # The second half of a tile may begin past the operand.
+        self.end = select(row0 < extent, K, 0) if tile.split else K
         pitch = fx.Int32(self.row_bytes)
-        # Where rows of successive loads are equally far apart, one offset per lane does.
-        self.load_pitch = None
-        if tile.k_contiguous and tile.lines_per_load % (MMA_M * tile.group) == 0:
-            self.load_pitch = pitch * tile.lines_per_load
-        self.offsets = [row * pitch + self.chunk_elem * tile.elem_bytes for row in self.line_rows]
+        self.offsets = [row * pitch + self.chunk_elem * tile.elem_bytes for row in rows]
+        # Where rows of successive loads are a known distance apart, one offset per lane does.
+        self.load_rows = None
+        if tile.lines_per_load % tile.source_period == 0:
+            at = [i * tile.lines_per_load for i in range(tile.loads)]
+            self.load_rows = [tile.spread(line) for line in at] if tile.k_contiguous else at
+            self.pitch = pitch
+            self.offsets = self.offsets[:1]
         if not tile.k_contiguous:
             # A chunk past the end of a row would read the next row; such columns are never stored, but what they
             # read must not be outside the operand.
@@ -60,7 +72,7 @@ class GlobalTile:
         size = tile.elem_bytes
         if tile.k_contiguous:
             first, start = self.row0, k0
-            used_rows = minimum(self.rows - self.row0, fx.Int32(tile.extent))
+            used_rows = minimum(self.rows - self.row0, fx.Int32(tile.extent + tile.split))
             used_columns = self.columns - k0
         else:
             first, start = k0, self.row0
@@ -68,16 +80,16 @@ class GlobalTile:
             used_columns = self.columns - self.row0
         byte_offset = fx.Int64(first) * self.row_bytes + fx.Int64(start) * size
         num_bytes = fx.Int64(used_rows - 1) * self.row_bytes + fx.Int64(used_columns) * size
-        num_bytes = (k0 < self.K).select(num_bytes, fx.Int64(0))
+        num_bytes = (k0 < self.end).select(num_bytes, fx.Int64(0))
         buffer = Buffer(self.tensor, byte_offset, num_bytes)
-        if not tile.k_contiguous:
-            return buffer, self.offsets
-        inside = self.chunk_elem < self.K - k0
-        if self.load_pitch is not None:
+        offsets = self.offsets
+        if tile.k_contiguous:
+            inside = self.chunk_elem < self.K - k0
+            offsets = [select(inside, offset, OUT_OF_RANGE) for offset in offsets]
+        if self.load_rows is not None:
             # A tile spans less than 2**31 bytes: what is out of range stays so.
-            first = select(inside, self.offsets[0], OUT_OF_RANGE)
-            return buffer, [first + self.load_pitch * i for i in range(tile.loads)]
-        return buffer, [select(inside, offset, OUT_OF_RANGE) for offset in self.offsets]
+            offsets = [offsets[0] + self.pitch * row if row else offsets[0] for row in self.load_rows]
+        return buffer, offsets
 
 
 def load_direct(source, lds, stage_offset, k0, wave):
@@ -120,13 +132,13 @@ class Fragments:
             self.bases = [tile.address(line, group + c) for c in range(0, tile.chunks_per_line, LANE_GROUPS)]
             return
         if tile.banks == 64:
-            # A transposing read takes four rows of k and 16 columns from 16 lanes: lane 4 * q + p points at row q,
-            # columns 4 * p + 0..3, and lane r receives column r, rows 0..3 (DS_READ_B64_TR_B16, AMD CDNA4 ISA guide).
-            # k = 8 * group + q, and 4 more in the second read.
-            line = tile.source_row(group * 8 + in_group // 4)
-            columns = [first_row + i * MMA_M + in_group % 4 * 4 for i in range(count)]
+            # A transposing read takes `rows` rows of k and 16 columns from 16 lanes (memory.lds_read_transposed), a lane
+            # receives `rows` k of one column. A lane group's k of a chunk are consecutive, as where K is contiguous.
+            rows = self.rows = 8 // tile.elem_bytes
+            line = tile.source_row(group * 2 * rows + in_group // (MMA_M // rows))
+            columns = [first_row + i * MMA_M + in_group % (MMA_M // rows) * rows for i in range(count)]
         else:
-            # Lane: columns tile.group * in_group + 0.. of each group of fragments; line of k = 8 * group.
+            # Lane: columns tile.group * in_group + 0.. of each group of fragments; line of k = 8 (16) * group.
             line = group
             width = tile.group
             columns = [first_row + (i * MMA_M + in_group) * width for i in range(count // width)]
@@ -142,9 +154,14 @@ class Fragments:
     @property
     def reads(self):
         """LDS reads per slice."""
-        return self.count * (
-            self.chunks if self.tile.k_contiguous else 2 if self.tile.banks == 64 else 8 // self.tile.group
-        )
+        if self.sorted:
+            return self.count * self.chunks * (1 if self.tile.k_contiguous else 2)
+        return self.values
+
+    @property
+    def _lane_k(self):
+        """k of one lane in a slice."""
+        return self.tile.slice_k // LANE_GROUPS
 
     def read(self, lds, stage_offset, k_slice):
         """What LDS holds of one slice, a list of Vectors: fragments, or what sort() makes into fragments."""
@@ -158,27 +175,39 @@ class Fragments:
         # Rows of neighbours, one per k: k + 1 lies 4 lines further (tiles.source_row).
         step = 4 * self.tile.line_bytes
         return [
-            lds_read(lds, self._at(bases, i) + k * step, self.tile.group, self.fmt.dtype)
+            self._read_neighbours(lds, self._at(bases, i) + k * step)
             for i in range(self.count // self.tile.group)
-            for k in range(self.elems)
+            for k in range(self._lane_k)
         ]
 
     @property
     def values(self):
         """Vectors that read() returns."""
-        return self.count if self.sorted else self.count // self.tile.group * self.elems
+        return self.count if self.sorted else self.count // self.tile.group * self._lane_k
 
     def sort(self, values):
         """Fragments out of what read() returned. Done when they are multiplied, not when they are read: a set of rows
         and the set of fragments made of it then need registers one after the other."""
         if self.sorted:
             return values
-        size, group = self.elems, self.tile.group
-        return [
-            fx.Vector.from_elements([row[q] for row in values[i : i + size]], self.fmt.dtype)
-            for i in range(0, len(values), size)
-            for q in range(group)
-        ]
+        size, group = self._lane_k, self.tile.group
+        fragments = []
+        for i in range(0, len(values), size):
+            rows = values[i : i + size]
+            if self.tile.elem_bytes == 1:
+                words = [transpose_bytes([row[0] for row in rows[k : k + 4]], group) for k in range(0, size, 4)]
+                fragments += [fx.Vector.from_elements([word[q] for word in words], fx.Int32) for q in range(group)]
+            else:
+                fragments += [fx.Vector.from_elements([row[q] for row in rows], self.fmt.dtype) for q in range(group)]
+        return fragments
+
+    def _read_neighbours(self, lds, at):
+        group = self.tile.group
+        if self.tile.elem_bytes > 1:
+            return lds_read(lds, at, group, self.fmt.dtype)
+        dtype = {1: fx.Uint8, 2: fx.Uint16, 4: fx.Uint32}[group]
+        word = lds_read(lds, at, 1, dtype)[0]
+        return fx.Vector.filled(1, word.to(fx.Int32), fx.Int32)
 
     def _at(self, bases, i):
         return bases[i % self.period] + (i - i % self.period) * self.step_bytes
@@ -189,7 +218,16 @@ class Fragments:
         return chunks[0] if self.chunks == 1 else chunks[0].shuffle(chunks[1], list(range(self.elems)))
 
     def _read_transposed(self, lds, at):
-        low = lds_read_transposed(lds, at, self.fmt.dtype)
-        # k + 4 lies 8 lines further (tiles.source_row swaps bits 2 and 3).
-        high = lds_read_transposed(lds, at + 8 * self.tile.line_bytes, self.fmt.dtype)
-        return low.shuffle(high, list(range(self.elems)))
+        # k + rows lies 2 * rows lines further (tiles.source_row swaps these two bits), the next chunk a chunk's k.
+        parts = [
+            lds_read_transposed(
+                lds, at + (chunk * self.tile.slice_k // self.chunks + half) * self.tile.line_bytes, self.fmt.dtype
+            )
+            for chunk in range(self.chunks)
+            for half in (0, 2 * self.rows)
+        ]
+        while len(parts) > 1:
+            parts = [
+                low.shuffle(high, list(range(2 * low.numel))) for low, high in zip(parts[::2], parts[1::2], strict=True)
+            ]
+        return parts[0]

@@ -112,7 +112,7 @@ def _lds_address(lds, byte_offset):
 
 @dsl_loc_tracing
 def lds_read(lds, byte_offset, count, dtype):
-    """count elements per lane, 2 to 16 bytes in all, from an address that is a multiple of that size."""
+    """count elements per lane, 1 to 16 bytes in all, from an address that is a multiple of that size."""
     result = vector_type(count, dtype) if count > 1 else dtype.ir_type
     value = _llvm.LoadOp(result, _lds_address(lds, byte_offset), alignment=count * dtype.width // 8).result
     return fx.Vector(value) if count > 1 else fx.Vector.filled(1, dtype(value), dtype)
@@ -120,9 +120,36 @@ def lds_read(lds, byte_offset, count, dtype):
 
 @dsl_loc_tracing
 def lds_read_transposed(lds, byte_offset, dtype):
-    """gfx950: ds_read_b64_tr_b16. Lane 4 * q + p of each 16 points at row q, columns 4 * p + 0..3 of a 4 x 16 block of
-    16-bit elements; lane r of the 16 receives column r, rows 0..3."""
-    return fx.Vector(_rocdl.ds_read_tr16_b64_(vector_type(4, dtype), _lds_address(lds, byte_offset)))
+    """gfx950, 8 bytes per lane: the transpose of a block of n rows and 16 columns for each 16 lanes.
+
+    16-bit dtype: ds_read_b64_tr_b16, n = 4: lane 4 * q + p points at row q, columns 4 * p + 0..3; lane r receives
+    column r, rows 0..3. Int32 (8-bit elements): ds_read_b64_tr_b8, n = 8: lane 2 * q + p points at row q, columns
+    8 * p + 0..7; lane r receives column r, rows 0..7. AMD CDNA4 ISA guide, section 11.4.
+    """
+    address = _lds_address(lds, byte_offset)
+    if dtype.width == 32:
+        return fx.Vector(_rocdl.ds_read_tr8_b64_(vector_type(2, dtype), address))
+    return fx.Vector(_rocdl.ds_read_tr16_b64_(vector_type(4, dtype), address))
+
+
+@dsl_loc_tracing
+def permute_bytes(high, low, selectors):
+    """v_perm_b32 (llvm.amdgcn.perm) on Int32: byte i of the result is byte selectors >> 8 * i of low (0-3) or high (4-7)."""
+    operands = [as_ir_value(high), as_ir_value(low), _i32(selectors)]
+    return fx.Int32(_llvm.call_intrinsic(fx.Int32.ir_type, "llvm.amdgcn.perm", operands, [], []))
+
+
+def transpose_bytes(words, columns):
+    """words: Int32 of four rows, `columns` (1, 2 or 4) bytes each from the lowest on; returns `columns` Int32 of four
+    rows' bytes each."""
+    out = []
+    for pair in range(0, columns, 2):
+        # Rows 0, 1 and rows 2, 3 of two columns side by side; then the four bytes of each column.
+        sides = [permute_bytes(words[i + 1], words[i], 0x05010400 + 0x02020202 * (pair // 2)) for i in (0, 2)]
+        out += [
+            permute_bytes(sides[1], sides[0], selectors) for selectors in (0x05040100, 0x07060302)[: columns - pair]
+        ]
+    return out
 
 
 @dsl_loc_tracing

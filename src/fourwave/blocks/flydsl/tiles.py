@@ -4,7 +4,7 @@ An operand tile has `extent` rows or columns of the output (tile_m or tile_n) an
 Its image in LDS keeps the memory order of the operand, so that global memory is read in 16-byte chunks:
 
   k_contiguous      [extent][tile_k]   fragments are read with ds_read_b128
-  otherwise         [tile_k][extent]   gfx950: transposing reads (ds_read_b64_tr_b16)
+  otherwise         [tile_k][extent]   gfx950: transposing reads (ds_read_b64_tr_b16, ds_read_b64_tr_b8)
                                        gfx942: a lane reads `group` neighbours at each k and sorts them into as many
                                        fragments in registers
 
@@ -28,7 +28,7 @@ Lanes served together by one LDS cycle group, measured by others (not in AMD's g
   narrower reads        as many consecutive lanes as fill the banks; assumed
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CHUNK_BYTES = 16  # bytes per lane of one global load
 WAVE = 64  # lanes
@@ -59,6 +59,7 @@ class OperandTile:
     banks: int
     group: int = 1  # fragments woven together, see the module docstring
     fragment_bytes: int = CHUNK_BYTES  # per lane; a multiple of 16 where K is contiguous
+    split: int = 0  # > 0: half of a larger tile, which after so many elements of M or N skips as many; a power of two
 
     @property
     def slice_k(self):
@@ -102,8 +103,9 @@ class OperandTile:
                 f"an operand tile of {self.extent} x {self.tile_k} has {self.stage_bytes} bytes; "
                 f"four waves load {LOAD_BYTES} at a time"
             )
-        if self.line_bytes > LOAD_BYTES or self.line_bytes < 2 * CHUNK_BYTES:
-            return f"a line of {self.line_bytes} bytes in LDS; 32 to {LOAD_BYTES} are possible"
+        least = CHUNK_BYTES if self.elem_bytes == 1 and not self.k_contiguous else 2 * CHUNK_BYTES
+        if self.line_bytes > LOAD_BYTES or self.line_bytes < least:
+            return f"a line of {self.line_bytes} bytes in LDS; {least} to {LOAD_BYTES} are possible"
         for size in (self.extent, self.tile_k):
             if size & (size - 1):
                 return f"tile size {size} is not a power of two"
@@ -116,16 +118,40 @@ class OperandTile:
 
         k_contiguous: lines are in the order of the fragments, see fragment_row.
         K not contiguous, 64 banks: bits 2 and 3 of k are swapped. One transposing read of half a wave touches k = 0-3
-        and 8-11 (or 4-7 and 12-15); the swap makes these eight lines consecutive.
-        K not contiguous, 32 banks: the four lines 8 apart in k that the lane groups read at once are consecutive.
+        and 8-11 (or 4-7 and 12-15); the swap makes these eight lines consecutive. 8-bit operands: bits 3 and 4; the
+        read touches k = 0-7 and 16-23 (or 8-15 and 24-31), sixteen lines.
+        K not contiguous, 32 banks: the four lines 8 apart in k (16 for 8-bit operands) that the lane groups read at
+        once are consecutive.
         """
         if self.k_contiguous:
             if self.group == 1:
                 return line
             return (line & ~31) | ((line & 12) << 1) | ((line & 16) >> 2) | (line & 3)
         if self.banks == 64:
+            if self.elem_bytes == 1:
+                return (line & ~24) | ((line & 8) << 1) | ((line & 16) >> 1)
             return (line & ~12) | ((line & 4) << 1) | ((line & 8) >> 1)
+        if self.elem_bytes == 1:
+            return (line & ~63) | ((line & 3) << 4) | ((line >> 2) & 15)
         return (line & ~31) | ((line & 3) << 3) | ((line >> 2) & 7)
+
+    @property
+    def source_period(self):
+        """Lines after which source_row repeats, so many further."""
+        if self.k_contiguous:
+            return MMA_M * self.group
+        if self.banks == 64:
+            return 32 // self.elem_bytes
+        return 64 // self.elem_bytes
+
+    def half(self, waves):
+        """One of two halves that `waves` waves share: each has the first (or second) half of its part of the tile."""
+        part = self.extent // waves // 2
+        return replace(self, extent=self.extent // 2, split=part)
+
+    def spread(self, element):
+        """Place of element 0 .. extent - 1 (of M or N) relative to the tile's first."""
+        return element + (element & self.split) if self.split else element
 
     # ---- fragments <-> rows of the output tile ---------------------------------------------------------------
 
@@ -173,11 +199,17 @@ class OperandTile:
         return line & 0
 
     def _key_transposed(self, line):
+        chunks = self.chunks_per_line
         if self.banks == 32:
-            # Lane groups 0 and 1 (or all four, for 2-byte reads) read consecutive lines, 64 (or 32) bytes of each.
-            return ((line & 1) << 2) | (line & 2) if self.chunks_per_line >= 8 else line & 0
+            # Lane groups read consecutive lines, 16 * group elements of each: as many lines at once as fill 8 chunks.
+            span = max(1, MMA_M * self.group * self.elem_bytes // CHUNK_BYTES)
+            together = min(LANE_GROUPS, max(1, 8 // span))
+            return ((line & (together - 1)) >> max(0, 3 - log2(chunks))) * span
+        if self.elem_bytes == 1:
+            # Half a wave reads one chunk of each of sixteen consecutive lines; 64 banks are 16 chunks.
+            return (line & 15) >> max(0, 4 - log2(chunks))
         # Half a wave reads eight consecutive lines, two neighbouring chunks of each; 64 banks are 8 such pairs.
-        pairs = self.chunks_per_line // 2
+        pairs = chunks // 2
         if pairs >= 8:
             return (line & 7) << 1
         if pairs == 4:

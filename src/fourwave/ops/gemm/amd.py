@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 from fourwave.backends import guard
-from fourwave.ops.gemm.config import MAX_TILE_BYTES, GemmConfig, default_config, operand_tiles, why_unsupported
+from fourwave.ops.gemm.config import (
+    MAX_TILE_BYTES,
+    GemmConfig,
+    default_config,
+    in_halves,
+    operand_tiles,
+    why_unsupported,
+)
 from fourwave.ops.gemm.problem import FLOAT8, GemmProblem, GemmTensors
 
 ALIGN_BYTES = 16  # of bases and rows: global memory is read in chunks of 16 bytes
@@ -40,7 +47,9 @@ def build_launcher(spec: Specialisation):
     from fourwave.blocks.flydsl.epilogue import Epilogue
     from fourwave.blocks.flydsl.mma import FORMATS
 
-    if spec.arch == "gfx950":
+    if in_halves(spec.config, spec.problem.a_dtype.itemsize, spec.arch):
+        from fourwave.ops.gemm.cdna4_halves import build
+    elif spec.arch == "gfx950":
         from fourwave.ops.gemm.cdna4 import build
     else:
         from fourwave.ops.gemm.cdna3 import build

@@ -1,7 +1,7 @@
 """Four-wave GEMM for CDNA3 (gfx942): out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out).
 
 a        TN, NN: [M, K]; NT: [K, M]          bfloat16 or float16, inner stride 1, rows 16-byte aligned
-         TN also float8_e4m3fnuz and float8_e5m2fnuz, in any mix of a and b
+         or float8_e4m3fnuz and float8_e5m2fnuz, in any mix of a and b
 b        TN: [N, K]; NN, NT: [K, N]          as a
 out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
 bias     [N], optional

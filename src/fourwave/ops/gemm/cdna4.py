@@ -1,7 +1,7 @@
 """Four-wave GEMM for CDNA4 (gfx950): out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out).
 
 a        TN, NN: [M, K]; NT: [K, M]          bfloat16 or float16, inner stride 1, rows 16-byte aligned
-         TN also float8_e4m3fn and float8_e5m2, in any mix of a and b
+         or float8_e4m3fn and float8_e5m2, in any mix of a and b (the largest tile: cdna4_halves.py)
 b        TN: [N, K]; NN, NT: [K, N]          as a
 out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
 bias     [N], optional
@@ -9,7 +9,7 @@ bias     [N], optional
 Four waves of 64 lanes compute one tile_m x tile_n tile; each wave holds its share of the accumulator in registers for
 all of K. Operand tiles go from global memory straight to LDS (buffer_load_dwordx4 ... lds) in the operand's own
 memory order; the swizzle is in which chunk a lane fetches (blocks/flydsl/tiles.py). Where K is not contiguous,
-fragments are read with transposing LDS reads (ds_read_b64_tr_b16).
+fragments are read with transposing LDS reads (ds_read_b64_tr_b16, ds_read_b64_tr_b8).
 
 Schedule, K step k, with num_stages LDS buffers per operand and num_slices = tile_k / slice_k (32; 128 for 8-bit operands):
   slices 0 .. last - 1: read the next slice's fragments of tile k; multiply this slice's
@@ -22,7 +22,8 @@ past K fetch nothing and land as zeros, so that the wait counts hold in the last
 Every wave passes every barrier equally often, tails included.
 
 Limits  tails in M, N and K are handled; 16-byte alignment and the row stride limit are checked in config.py and amd.py.
-Source  operand layout of V_MFMA_F32_16X16X32_BF16, V_MFMA_F32_16X16X128_F8F6F4, DS_READ_B64_TR_B16 and LDS loads: AMD CDNA4 ISA guide.
+Source  operand layout of V_MFMA_F32_16X16X32_BF16, V_MFMA_F32_16X16X128_F8F6F4, DS_READ_B64_TR_B16/B8 and LDS loads:
+        AMD CDNA4 ISA guide.
 """
 
 import flydsl.compiler as flyc

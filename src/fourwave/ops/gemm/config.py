@@ -113,6 +113,11 @@ def candidates(arch: str, elem_bytes: int = 2) -> list[GemmConfig]:
     return [GemmConfig(*sizes, mma=mma(elem_bytes, arch)) for sizes in table[arch]]
 
 
+def candidates_for(problem: GemmProblem, arch: str) -> list[GemmConfig]:
+    """The configurations that are compiled and tested for a problem's operands."""
+    return candidates(arch, _elem_bytes(problem))
+
+
 def modelled_clocks(config: GemmConfig, elem_bytes: int, arch: str) -> tuple[float, float]:
     """(multiplying, loading): clocks per element of K that one tile takes on one compute unit."""
     matrix = elem_bytes * config.tile_m * config.tile_n / MATRIX_FLOPS[arch]
@@ -148,6 +153,16 @@ def default_config(problem: GemmProblem, arch: str) -> tuple[GemmConfig, list[st
     lds = lds_bytes(config, problem.layout, elem_bytes, arch)
     reasons.append(f"{config.num_stages} stages of tile_k={config.tile_k}: {lds} of {LDS_BYTES[arch]} bytes of LDS")
     return config, reasons
+
+
+def in_halves(config: GemmConfig, elem_bytes: int, arch: str) -> bool:
+    """Whether the kernel brings operand tiles in halves (cdna4_halves.py), for which two stages are enough."""
+    return arch == "gfx950" and elem_bytes == 1 and config.num_stages == 2
+
+
+def k_per_barrier(config: GemmConfig, elem_bytes: int, arch: str) -> int:
+    """K that the main loop covers for each of its barriers: a tile, or one of four phases."""
+    return config.tile_k // (4 if in_halves(config, elem_bytes, arch) else 1)
 
 
 def _elem_bytes(problem):
@@ -242,8 +257,6 @@ def _why_operands_unsupported(problem, arch):
             if dtype not in FLOAT8[arch]:
                 known = " and ".join(str(each).removeprefix("torch.") for each in FLOAT8[arch])
                 return f"{name} is {dtype}: the matrix unit of {arch} reads codes as {known}"
-        if problem.layout != "TN":
-            return f"layout {problem.layout} of 8-bit operands: the kernels read them where K is contiguous only, TN"
         return None
     if a != b:
         return f"a is {a} and b is {b}: the kernels take one type for both, or two 8-bit floats"
@@ -280,7 +293,13 @@ def _why_config_unsupported(problem, config, arch):
     if arch == "gfx950":
         if config.num_stages < 2:
             return f"num_stages={config.num_stages}: at least 2 are needed"
-        if config.num_stages == 2 and lds * 3 // 2 <= LDS_BYTES[arch]:
+        if in_halves(config, elem_bytes, arch):
+            if (config.waves_m, config.waves_n, config.tile_k) != (2, 2, slice_k) or min(config.tile_m, config.tile_n) < 128:
+                return (
+                    f"num_stages=2: tiles of 8-bit operands are brought in halves, which takes 2x2 waves, "
+                    f"tile_k={slice_k} and at least 128x128"
+                )
+        elif config.num_stages == 2 and lds * 3 // 2 <= LDS_BYTES[arch]:
             return "num_stages=2: every wait would drain all loads, and LDS has room for a third stage"
         # 4 KiB of LDS for each load in flight: what fits in LDS is less than s_waitcnt can count.
     elif config.num_stages != 2:

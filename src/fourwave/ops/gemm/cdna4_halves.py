@@ -1,0 +1,156 @@
+"""Four-wave GEMM for CDNA4 (gfx950) with operand tiles in halves: 8-bit floats, the largest tile, two stages of LDS.
+
+Formula, operands and epilogue are those of cdna4.py. Two stages of 256 x 256 x 128 fill LDS; waiting for a whole tile
+would drain every load, and a set of fragments of the next tile beside this one's leaves no registers. So each operand
+tile is brought, awaited, read and released in two halves, of which every wave has its part.
+
+Schedule. The halves come in the order a0 b0 b1 a1 of tile 0, the same of tile 1, ...; half h lies in slot h % 8. A tile
+is multiplied in four phases, a0 x b0, a0 x b1, a1 x b1, a1 x b0. Phase p (counted over all tiles):
+  this wave's reads of half p + 1 are back, half p + 2 has landed; barrier: so in every wave
+              (half p + 2 is complete, and the slot of half p + 1 is free)
+              issue the loads of half p + 9 into the slot of half p + 1
+              read the fragments of half p + 2; multiply
+In flight after each wait: halves p + 3 .. p + 8, seven phases between a load and its use. Registers of a0 and of the
+free half of b take the next tile's first halves, b's changing places: a step has two tiles. An odd last one is zeros.
+Every wave passes every barrier equally often, tails included.
+
+Limits  as cdna4.py.
+Source  as cdna4.py; reading a tile's quadrants while others are loaded follows published eight-wave and four-wave kernels
+        (HipKittens; FlyDSL kernels/).
+"""
+
+import flydsl.compiler as flyc
+from flydsl import expr as fx
+
+from fourwave.blocks.flydsl.epilogue import store_tile
+from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, load_direct
+from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, uniform, wait_lds, wait_loads
+from fourwave.blocks.flydsl.mma import WaveMma
+from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
+from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
+from fourwave.ops.gemm.cdna import launcher
+from fourwave.ops.gemm.config import geometry
+
+ARCH = "gfx950"
+NUM_STAGES = 2
+ORDER = (("a", 0), ("b", 0), ("b", 1), ("a", 1))  # halves of a tile
+QUADRANTS = ((0, 0), (0, 1), (1, 1), (1, 0))  # halves of a and b that each phase multiplies
+NUM_HALVES = NUM_STAGES * len(ORDER)  # slots
+
+
+def build(spec, fmt, epi):
+    """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
+    geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH)
+    tiles = {"a": geo.a.half(geo.waves_m), "b": geo.b.half(geo.waves_n)}
+    frags_m, frags_n = geo.frags_m // 2, geo.frags_n // 2
+    loads = {name: tile.loads for name, tile in tiles.items()}
+    # Loads of the six halves after the one that phase f waits for.
+    in_flight = [sum(loads[ORDER[(f + i) % 4][0]] for i in range(3, 9)) for f in range(4)]
+
+    @fx.struct
+    class Storage:
+        a: fx.Array[fx.Uint8, NUM_STAGES * geo.a.stage_bytes, 16]
+        b: fx.Array[fx.Uint8, NUM_STAGES * geo.b.stage_bytes, 16]
+
+    @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
+    def gemm_cdna4_halves(arguments):
+        M, N, K = arguments.M, arguments.N, arguments.K
+        thread = fx.Int32(fx.thread_idx.x)
+        lane = thread % WAVE
+        wave = uniform(thread // WAVE)
+        wave_m, wave_n = wave // geo.waves_n, wave % geo.waves_n
+        m_tile, n_tile = output_tile(
+            fx.Int32(fx.block_idx.x),
+            num_tiles(M, geo.tile_m),
+            num_tiles(N, geo.tile_n),
+            geo.group_m,
+        )
+        m0, n0 = m_tile * geo.tile_m, n_tile * geo.tile_n
+
+        storage = fx.SharedAllocator().allocate(Storage).peek()
+        lds = {"a": storage.a.ptr, "b": storage.b.ptr}
+        sources = {
+            (name, half): GlobalTile(tensor, tiles[name], first + half * tiles[name].split, K, thread)
+            for name, tensor, first in (("a", arguments.a, m0), ("b", arguments.b, n0))
+            for half in (0, 1)
+        }
+        readers = {
+            "a": Fragments(tiles["a"], fmt, wave_m * tiles["a"].split, frags_m, lane),
+            "b": Fragments(tiles["b"], fmt, wave_n * tiles["b"].split, frags_n, lane),
+        }
+        mma = WaveMma(fmt, ARCH, frags_m, frags_n)
+
+        def slot_offset(name, half, stage):
+            return (stage * 2 + half) * tiles[name].stage_bytes
+
+        def issue_loads(k_tile, half_index):
+            """Half half_index of the halves from tile k_tile (Int32, even) on."""
+            tile, place = half_index // 4, half_index % 4
+            name, half = ORDER[place]
+            k0 = (k_tile + tile) * geo.tile_k
+            load_direct(sources[name, half], lds[name], slot_offset(name, half, tile % NUM_STAGES), k0, wave)
+
+        def read_fragments(half_index):
+            name, half = ORDER[half_index % 4]
+            return readers[name].read(lds[name], slot_offset(name, half, half_index // 4 % NUM_STAGES), 0)
+
+        def multiply(frag_a, frag_b, acc, half_a, half_b):
+            where = [
+                (half_a * frags_m + i) * geo.frags_n + half_b * frags_n + j
+                for i in range(frags_m)
+                for j in range(frags_n)
+            ]
+            acc = list(acc)
+            for at, value in zip(where, mma.step(frag_a, frag_b, [acc[at] for at in where]), strict=True):
+                acc[at] = value
+            return acc
+
+        # Prologue: fill every slot; the fragments of the first two halves, and the load into the slot that frees.
+        for index in fx.range_constexpr(NUM_HALVES):
+            issue_loads(fx.Int32(0), index)
+        wait_loads(in_flight=sum(loads[ORDER[i % 4][0]] for i in range(2, NUM_HALVES)))
+        barrier()
+        first_a, first_b = read_fragments(0), read_fragments(1)
+        wait_lds()
+        barrier()
+        issue_loads(fx.Int32(0), NUM_HALVES)
+
+        # Main loop, two K tiles a step. State: fragments of halves a0 and b0, the accumulators.
+        num_steps = num_tiles(K, geo.tile_k * 2)
+        zero = [fx.Vector.filled(4, 0.0, fx.Float32) for _ in range(geo.frags_m * geo.frags_n)]
+        state = first_a + first_b + zero
+        for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
+            values = [fx.Vector(value) for value in state]
+            held = {("a", 0): values[:frags_m], ("b", 0): values[frags_m : frags_m + frags_n]}
+            acc = values[frags_m + frags_n :]
+            k_tile = fx.Int32(step) * 2
+            for tile in fx.range_constexpr(2):
+                coming = {}
+                for phase in fx.range_constexpr(4):
+                    index = tile * 4 + phase
+                    wait_lds()
+                    wait_loads(in_flight=in_flight[phase])
+                    barrier()
+                    keep_order()
+                    issue_loads(k_tile, index + 1 + NUM_HALVES)
+                    name, half = ORDER[(phase + 2) % 4]
+                    if fx.const_expr(phase < 2):
+                        held[name, half] = read_fragments(index + 2)
+                    else:
+                        coming[name, half] = read_fragments(index + 2)
+                    half_a, half_b = QUADRANTS[phase]
+                    acc = multiply(held["a", half_a], held["b", half_b], acc, half_a, half_b)
+                    interleave(mma.instructions, loads=loads[ORDER[(phase + 1) % 4][0]], reads=readers[name].reads)
+                    # Multiplications of one phase stay with its reads: behind the barrier they would hold it up.
+                    keep_order()
+                held = coming
+            results = yield held["a", 0] + held["b", 0] + acc
+
+        # Drain: only loads past K are left; they must not land in LDS that another workgroup may own by then.
+        wait_loads(in_flight=0)
+
+        # Epilogue.
+        acc = [fx.Vector(value) for value in results[frags_m + frags_n :]]
+        store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane)
+
+    return launcher(gemm_cdna4_halves, geo)
