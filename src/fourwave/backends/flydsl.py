@@ -15,6 +15,7 @@ from fourwave.backends.base import Backend, Description
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
     from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+    from fourwave.quantize.problem import QuantizeProblem, QuantizeTensors
 
 ARCHS = ("gfx942", "gfx950")
 FLYDSL_RANGE = ((0, 5), (0, 6))  # the range in pyproject.toml's extra `amd`: first version, first version past it
@@ -99,6 +100,21 @@ class FlyDSLBackend(Backend):
 
         arch = self._arch()
         return amd.copies(problem, config or default_config(problem, arch)[0], arch, tensors)
+
+    def why_quantize_unsupported(self, problem: QuantizeProblem) -> str | None:
+        from fourwave.quantize import amd
+
+        if problem.device_type != "cuda":
+            return f"x is on the {problem.device_type.upper()}, not on an AMD GPU"
+        return amd.why_unsupported(problem, self._arch())
+
+    def run_quantize(
+        self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None
+    ) -> tuple[QuantizeTensors, list[str]]:
+        from fourwave.quantize import amd
+
+        with torch.cuda.device(x.device):
+            return amd.run(problem, device_arch(x.device.index), x, scale)
 
 
 def describe_amd_gemm(problem: GemmProblem, config: GemmConfig | None, arch: str) -> Description:

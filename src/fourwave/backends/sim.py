@@ -9,8 +9,11 @@ from fourwave.backends.base import Backend, Description
 from fourwave.backends.flydsl import ARCHS, describe_amd_gemm, flydsl_missing
 
 if TYPE_CHECKING:
+    import torch
+
     from fourwave.ops.gemm.config import GemmConfig
     from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+    from fourwave.quantize.problem import QuantizeProblem, QuantizeTensors
 
 
 class SimBackend(Backend):
@@ -64,3 +67,22 @@ class SimBackend(Backend):
         from fourwave.ops.gemm.config import default_config
 
         return amd.copies(problem, config or default_config(problem, self.arch)[0], self.arch, tensors)
+
+    def why_quantize_unsupported(self, problem: QuantizeProblem) -> str | None:
+        from fourwave.quantize import amd
+
+        if problem.device_type != "cpu":
+            return "the simulator takes CPU tensors only"
+        return amd.why_unsupported(problem, self.arch)
+
+    def run_quantize(
+        self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None
+    ) -> tuple[QuantizeTensors, list[str]]:
+        from fourwave import sim
+        from fourwave.quantize import amd
+
+        with sim.session(arch=self.arch, on_finding="raise") as report:
+            try:
+                return amd.run(problem, self.arch, x, scale)
+            finally:
+                sim.current_report().add(report)

@@ -67,18 +67,21 @@ def quantize(
         data, stored, columnwise_data, columnwise_stored, amax = torch.ops.fourwave.quantize(*arguments)
     else:
         data, stored, columnwise_data, columnwise_stored, amax = _execute(*arguments)
-    given = scale if scale is None else scale.reshape(())
-    row = (data, given if given is not None else stored) if rowwise else (None, None)
-    column = (columnwise_data, given if given is not None else columnwise_stored) if columnwise else (None, None)
+    if scale is not None:
+        stored = columnwise_stored = scale.reshape(())
     if shared:
-        row, column = (
-            (row if direction != "columnwise" else (None, None)),
-            (row if direction != "rowwise" else (None, None)),
-        )
+        columnwise_data, columnwise_stored = data, stored
+    row, column = direction != "columnwise", direction != "rowwise"
     return QuantizedTensor(
-        fmt, (rows, columns), *row, *column, columnwise_transposed=transposed,
-        amax=amax if fmt.scaling == "tensor" else None,
-    )  # fmt: skip
+        fmt,
+        (rows, columns),
+        data if row else None,
+        stored if row else None,
+        columnwise_data if column else None,
+        columnwise_stored if column else None,
+        transposed,
+        amax if fmt.scaling == "tensor" else None,
+    )
 
 
 def _check(
@@ -97,7 +100,7 @@ def _check(
     if direction not in DIRECTIONS:
         raise ValueError(f"direction {direction!r}: the directions are {', '.join(DIRECTIONS)}")
     if not isinstance(x, Tensor) or x.dtype not in INPUTS:
-        came = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        came = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"x is {came}; it must be a float32, bfloat16 or float16 tensor")
     if x.dim() == 0:
         raise ValueError("x has no dimensions; it must be [..., C]")

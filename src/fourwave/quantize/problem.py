@@ -25,6 +25,19 @@ class QuantizeTensors(NamedTuple):
     amax: torch.Tensor | None = None
 
 
+Spec = tuple[tuple[int, ...], torch.dtype]  # shape and type
+
+
+class OutputSpecs(NamedTuple):
+    """QuantizeTensors' fields."""
+
+    data: Spec | None
+    scale: Spec | None
+    columnwise_data: Spec | None
+    columnwise_scale: Spec | None
+    amax: Spec | None
+
+
 @dataclass(frozen=True)
 class QuantizeProblem:
     """Codes and scales of x [rows, columns].
@@ -74,34 +87,32 @@ class QuantizeProblem:
             return max(1, self.rows), max(1, self.columns)
         return (across, along) if rowwise else (along, across)
 
-    def outputs(self) -> QuantizeTensors:
-        """(shape, dtype) of each tensor that is written, as QuantizeTensors names them."""
+    def outputs(self) -> OutputSpecs:
+        """What is written."""
+        row: tuple[Spec | None, Spec | None] = (None, None)
+        column: tuple[Spec | None, Spec | None] = (None, None)
+        if self.rowwise:
+            row = self._pair(self.rows, self.columns, True)
+        if self.columnwise and self.transposed:
+            column = self._pair(self.columns, self.rows, True)
+        elif self.columnwise:
+            column = self._pair(self.rows, self.columns, False)
+        amax: Spec | None = ((), torch.float32) if self.quant_format.scaling == "tensor" else None
+        return OutputSpecs(row[0], row[1], column[0], column[1], amax)
+
+    def _pair(self, rows: int, columns: int, k_last: bool) -> tuple[Spec, Spec | None]:
         fmt = self.quant_format
-        packed = 2 if fmt.element == "e2m1" else 1
-        code = torch.uint8 if packed == 2 else self.code_format.torch_dtype
-        scale = SCALE_DTYPE if fmt.is_mx else torch.float32
-
-        def pair(rows, columns, k_last):  # type: ignore[no-untyped-def]
-            return ((rows, columns // packed), code), (scale_shape(fmt.scaling, rows, columns, k_last), scale)
-
-        nothing = (None, None)
-        row = pair(self.rows, self.columns, True) if self.rowwise else nothing
-        if not self.columnwise:
-            column = nothing
-        elif self.transposed:
-            column = pair(self.columns, self.rows, True)
-        else:
-            column = pair(self.rows, self.columns, False)
+        code = self.code_format.torch_dtype
+        codes: Spec = ((rows, columns // 2), torch.uint8) if code is None else ((rows, columns), code)
         if self.given_scale:
-            row, column = (row[0], None), (column[0], None)
-        amax = ((), torch.float32) if fmt.scaling == "tensor" else None
-        return QuantizeTensors(*row, *column, amax)  # type: ignore[arg-type]
+            return codes, None
+        shape = scale_shape(fmt.scaling, rows, columns, k_last)
+        return codes, (shape, SCALE_DTYPE if fmt.is_mx else torch.float32)
 
     def allocate(self, like: torch.Tensor) -> QuantizeTensors:
         """New tensors for all outputs, on like's device."""
-        return QuantizeTensors(
-            *(None if spec is None else like.new_empty(spec[0], dtype=spec[1]) for spec in self.outputs())  # type: ignore[misc]
-        )
+        new = (None if spec is None else like.new_empty(spec[0], dtype=spec[1]) for spec in self.outputs())
+        return QuantizeTensors(*new)
 
     def __str__(self) -> str:
         words = [f"{self.rows}x{self.columns} {INPUTS[self.x_dtype]} to {self.format}"]

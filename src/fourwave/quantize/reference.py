@@ -26,31 +26,27 @@ Tensor = torch.Tensor
 def quantize_reference(problem: QuantizeProblem, x: Tensor, scale: Tensor | None = None) -> QuantizeTensors:
     """x [rows, columns], any strides; scale: float32 (), where problem.given_scale."""
     shapes = problem.outputs()
-    pairs: list[Tensor | None] = []
-    amax = None
-    for rowwise, wanted in ((True, problem.rowwise), (False, problem.columnwise)):
-        if not wanted:
-            pairs += [None, None]
+    pairs: dict[bool, tuple[Tensor | None, Tensor | None]] = {True: (None, None), False: (None, None)}
+    for rowwise, shape in ((True, shapes.scale), (False, shapes.columnwise_scale)):
+        if not (problem.rowwise if rowwise else problem.columnwise):
             continue
         blocks = _blocks(x, problem.block(rowwise))
         amax = blocks.abs().amax((1, 3), keepdim=True).to(torch.float32)
         if scale is None:
-            stored, inv = scale_from_amax(amax, problem.code_format, problem.scale_rule)
+            made, inv = scale_from_amax(amax, problem.code_format, problem.scale_rule)
+            stored: Tensor | None = made[:, 0, :, 0]
         else:
-            stored, inv = scale, scale.reciprocal()
+            stored, inv = None, scale.reciprocal()
         codes = _unblock(encode(blocks, inv, problem.code_format), problem)
-        stored = stored.squeeze(3).squeeze(1) if scale is None else stored
-        transposed = not rowwise and problem.transposed
-        if transposed:
-            codes, stored = codes.mT.contiguous(), stored.mT.contiguous()
+        if not rowwise and problem.transposed:
+            codes, stored = codes.mT.contiguous(), None if stored is None else stored.mT.contiguous()
         if problem.code_format is formats.E2M1:
             codes = formats.pack_e2m1(codes)
-        else:
+        elif problem.code_format.torch_dtype is not None:
             codes = codes.view(problem.code_format.torch_dtype)
-        shape = (shapes.scale if rowwise else shapes.columnwise_scale) if scale is None else None
-        pairs += [codes, None if shape is None else stored.reshape(shape[0])]  # type: ignore[arg-type]
-    per_tensor = problem.quant_format.scaling == "tensor"
-    return QuantizeTensors(*pairs, amax.reshape(()) if per_tensor and amax is not None else None)
+        pairs[rowwise] = codes, None if stored is None or shape is None else stored.reshape(shape[0])
+    whole = amax.reshape(()) if problem.quant_format.scaling == "tensor" else None
+    return QuantizeTensors(*pairs[True], *pairs[False], whole)
 
 
 def quantize_nothing(problem: QuantizeProblem, x: Tensor) -> QuantizeTensors:

@@ -201,7 +201,8 @@ class Codes:
 
         saturate  False where no value rounds past the largest (scales from amax, all rules but "floor")
         nan       True: a NaN becomes fmt.nan_code, without sign. False where no NaN can come, or `finite` covers it
-        finite    Boolean of all four (BlockScale.finite): False makes all four fmt.nan_code
+        finite    Boolean of all four (BlockScale.finite): where it is False all four are fmt.nan_code; or of each, what
+                  masks() returned
         """
         top = self.fmt.max
         nans = [v != v for v in values] if nan else []
@@ -221,11 +222,22 @@ class Codes:
             for i, v in enumerate(values):
                 word = word | ((fx.Float32(v).bitcast(fx.Uint32) >> 31) << (8 * i + 7)).bitcast(fx.Int32)
         for i, is_nan in enumerate(nans):
-            byte = 255 << 8 * i
-            word = select(is_nan, (word & _signed(~byte)) | _signed(self.fmt.nan_code << 8 * i), word)
-        if finite is not None:
+            word = select(is_nan, (word & _signed(~(255 << 8 * i))) | _signed(self.fmt.nan_code << 8 * i), word)
+        if isinstance(finite, tuple):
+            keep, codes = finite
+            word = (word & keep) | codes
+        elif finite is not None:
             word = select(finite, word, _signed(self.fmt.nan_code * 0x01010101))
         return word
+
+    @dsl_loc_tracing
+    def masks(self, finite):
+        """For pack: four Booleans, one per element."""
+        keep = codes = fx.Int32(0)
+        for i, each in enumerate(finite):
+            keep = keep | select(each, _signed(255 << 8 * i), 0)
+            codes = codes | select(each, 0, _signed(self.fmt.nan_code << 8 * i))
+        return keep, codes
 
 
 def _signed(bits):
