@@ -104,7 +104,9 @@ def _check(
         raise ValueError(f"x is {came}; it must be a float32, bfloat16 or float16 tensor")
     if x.dim() == 0:
         raise ValueError("x has no dimensions; it must be [..., C]")
-    if x.layout is not torch.strided or x.device.type not in ("cpu", "cuda", "meta"):
+    # Dynamo does not let a backward pass ask for a layout; what it traces is strided.
+    strided = torch.compiler.is_compiling() or x.layout is torch.strided
+    if not strided or x.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"x is a {x.layout} tensor on {x.device}; quantize takes strided tensors on a CPU or GPU")
     rules = MX_RULES if fmt.is_mx else BLOCK_RULES
     if scale_rule is not None and scale_rule not in rules:
