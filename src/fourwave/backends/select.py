@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -159,6 +160,16 @@ def why_not(name: str, problem: GemmProblem, config: GemmConfig | None) -> str |
 def clear_cache() -> None:
     """Forget earlier choices, for when a device or a package has appeared or gone."""
     select.cache_clear()
+    for forget in _on_clear:
+        forget()
+
+
+_on_clear: list[Callable[[], None]] = []
+
+
+def on_clear(forget: Callable[[], None]) -> None:
+    """Have `clear_cache` call `forget` too: for what was derived from a choice and kept."""
+    _on_clear.append(forget)
 
 
 def log(selection: Selection, problem: GemmProblem, config: GemmConfig | None, notes: list[str]) -> None:

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 
 from fourwave.formats.element import E8M0
 from fourwave.ops.gemm.check import (
+    NUM_TENSORS,
     Arguments,
     Tensor,
     check_choice,
@@ -189,8 +190,8 @@ def _arguments(
                 "neither (a plain a: b without it)"
             )
     args = Arguments(
-        a, b, trans_a, trans_b, out_dtype, bias, activation, alpha, accumulate, out, a_scale, b_scale, a_scaling, b_scaling,
-        preactivation, bias_grad, batch_invariant, fast_accum, config=config, backend=backend,
+        a, b, out, bias, a_scale, b_scale, preactivation, bias_grad, None, None, None, None, alpha, trans_a, trans_b,
+        out_dtype, activation, accumulate, a_scaling, b_scaling, batch_invariant, fast_accum, config=config, backend=backend,
     )  # fmt: skip
     if out_format is None:
         if out_scale is not None:
@@ -260,15 +261,15 @@ def _nd(t: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
 def _call(args: Arguments) -> Tensor:
     if args.config is not None or args.backend is not None:
         check_choice(args.config, args.backend)
-    a, b, bias, out = args.a, args.b, args.bias, args.out
-    extras = (args.preactivation, args.bias_grad, args.a_scale, args.b_scale, args.out_columnwise)
-    if not _needs_operator(a, b, bias, out, *extras):
+    tensors = args[:NUM_TENSORS]
+    if not _needs_operator(tensors):
         return execute(args)
+    a, b, out, bias = tensors[:4]
     if not torch.compiler.is_compiling():
         register_flops()
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("torch.func transforms (grad, vmap, ...) cannot go through gemm: use torch.autograd")
-    if _has_tangent(a, b, bias, out, *extras):
+    if _has_tangent(tensors):
         raise NotImplementedError(
             "an argument has a forward-mode tangent, which would be dropped: gemm has backward-mode gradients only"
         )
@@ -288,7 +289,7 @@ def _call(args: Arguments) -> Tensor:
             a, b, bias, args.trans_a, args.trans_b, args.out_dtype, args.activation, float(args.alpha), args.batch_invariant,
             args.backend,
         )  # fmt: skip
-    if grad and _requires_grad(a, b, bias, *written, args.a_scale, args.b_scale):
+    if grad and _requires_grad(tensors):
         given = [name for name in ("out", "preactivation", "bias_grad") if getattr(args, name) is not None]
         what = f"{given[0]}= was given" if given else "operands or the result are quantized"
         raise ValueError(
@@ -313,29 +314,30 @@ def _call(args: Arguments) -> Tensor:
     return result
 
 
-def _requires_grad(*tensors: Tensor | None) -> bool:
+def _requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
     return any(t is not None and t.requires_grad for t in tensors)
 
 
-def _has_tangent(*tensors: Tensor | None) -> bool:
+def _has_tangent(tensors: tuple[Tensor | None, ...]) -> bool:
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
     return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
 
 
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _needs_operator(*tensors: Tensor | None) -> bool:
+def _needs_operator(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether something other than plain eager execution has to see the call as one operator."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
     # TorchDispatchMode (FakeTensorMode, make_fx, ...) and torch.jit.trace
     if torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None:
         return True
-    if forward_ad._current_level >= 0 and _has_tangent(*tensors):
+    if forward_ad._current_level >= 0 and _has_tangent(tensors):
         return True
+    grad = torch.is_grad_enabled()
     for t in tensors:
-        if type(t) not in _PLAIN:
+        if t is not None and (type(t) not in _PLAIN or (grad and t.requires_grad)):
             return True
-    return torch.is_grad_enabled() and _requires_grad(*tensors)
+    return False

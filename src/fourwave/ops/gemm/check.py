@@ -31,35 +31,41 @@ _problem = functools.lru_cache(maxsize=4096)(GemmProblem)
 
 
 class Arguments(NamedTuple):
-    """A call of `fw.gemm` with its quantized tensors taken apart. The names are those of gemm and of GemmTensors."""
+    """A call of `fw.gemm` with its quantized tensors taken apart. The names are those of gemm and of GemmTensors.
+
+    Tensors first (NUM_TENSORS), then alpha, then what is fixed by the caller's code.
+    """
 
     a: Tensor
     b: Tensor
+    out: Tensor | None = None
+    bias: Tensor | None = None
+    a_scale: Tensor | None = None
+    b_scale: Tensor | None = None
+    preactivation: Tensor | None = None
+    bias_grad: Tensor | None = None
+    out_scale: Tensor | None = None
+    out_amax: Tensor | None = None
+    out_columnwise: Tensor | None = None
+    out_columnwise_scale: Tensor | None = None
+    alpha: float = 1.0
     trans_a: bool = False
     trans_b: bool = True
     out_dtype: torch.dtype | None = None
-    bias: Tensor | None = None
     activation: str | None = None
-    alpha: float = 1.0
     accumulate: bool = False
-    out: Tensor | None = None
-    a_scale: Tensor | None = None
-    b_scale: Tensor | None = None
     a_scaling: str | None = None
     b_scaling: str | None = None
-    preactivation: Tensor | None = None
-    bias_grad: Tensor | None = None
     batch_invariant: bool = False
     fast_accum: bool = False
     out_scaling: str | None = None
     out_direction: str = "rowwise"
     out_scale_rule: str = "floor"
-    out_scale: Tensor | None = None
-    out_amax: Tensor | None = None
-    out_columnwise: Tensor | None = None
-    out_columnwise_scale: Tensor | None = None
     config: GemmConfig | None = None
     backend: str | None = None
+
+
+NUM_TENSORS = 12
 
 
 class Call(NamedTuple):

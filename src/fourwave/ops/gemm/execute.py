@@ -1,23 +1,91 @@
-"""Runs a checked call on the backend that was chosen for it."""
+"""Runs a call on the backend that was chosen for it."""
 
 from __future__ import annotations
 
 import logging
+import threading
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fourwave.backends import select
+from fourwave.backends.base import Backend
 from fourwave.backends.native import finish
-from fourwave.ops.gemm.check import Arguments, Tensor, check, check_overlap, matrix
+from fourwave.ops.gemm.check import NUM_TENSORS, Arguments, Tensor, check, check_overlap, matrix
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 
 _logger = select.logger
+_OUTPUTS = ("out", "preactivation", "out_columnwise")  # matrices; the other outputs are contiguous
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What checking a call has found, for later calls with tensors of the same shapes, strides and types."""
+
+    problem: GemmProblem
+    backend: Backend
+    out_shape: tuple[int, ...]
+    # Shapes that a and b are viewed with, or None
+    a_view: tuple[int, int] | None
+    b_view: tuple[int, int] | None
+
+
+_plans: dict[Any, _Plan] = {}
+_lock = threading.Lock()
+MAX_PLANS = 4096  # sizes that change with every batch must not fill the memory
+select.on_clear(_plans.clear)
 
 
 def execute(args: Arguments) -> Tensor:
     """The whole of an eager call. Returns out, or the columnwise codes where those alone are asked for."""
+    spec = select.requested(args.backend)[0]
+    key = [spec, args[NUM_TENSORS + 1 :]]
+    for t in args[:NUM_TENSORS]:
+        if t is None:
+            key.append(None)
+        elif t.layout is torch.strided:
+            key += (t.shape, t.stride(), t.dtype, t.device)
+        else:
+            return _execute(args, spec, None)  # which refuses it
+    token = tuple(key)
+    plan = _plans.get(token)
+    if plan is None or args.a.is_neg() or args.b.is_neg() or _logger.isEnabledFor(logging.DEBUG):
+        return _execute(args, spec, token)
+    a, b, out, bias, a_scale, b_scale, preactivation, bias_grad, *rest = args[:NUM_TENSORS]
+    assert a is not None and b is not None
+    if bias is not None and bias.is_neg():
+        return _execute(args, spec, token)
+    if out is not None or preactivation is not None or rest[2] is not None or rest[1] is not None:
+        check_overlap(args)
+    if plan.a_view is not None:
+        a = a.view(plan.a_view)
+    if plan.b_view is not None:
+        b = b.view(plan.b_view)
+    problem = plan.problem
+    if out is None and rest[2] is None:
+        out = torch.empty(plan.out_shape, dtype=problem.out_dtype, device=a.device)
+    target = out if out is None or out.dim() == 2 else out.view(problem.M, problem.out_columns)
+    tensors = GemmTensors(a, b, target, bias, float(args.alpha), a_scale, b_scale, preactivation, bias_grad, *rest)
+    plan.backend.run_gemm(problem, args.config, tensors)
+    if plan.backend.name != "native":
+        _bump(args)
+    result = out if out is not None else args.out_columnwise
+    assert result is not None
+    return result
+
+
+def _bump(args: Arguments) -> None:
+    """A kernel writes through a pointer: autograd must know that values saved for a backward pass are gone."""
+    for written in (args.out, args.preactivation, args.bias_grad):
+        if written is not None and not written.is_inference():
+            torch.autograd.graph.increment_version(written)
+
+
+def _execute(args: Arguments, spec: str, token: Any) -> Tensor:
+    """A call of a kind not seen before, or one that needs copies; token: key of the plan to keep."""
     problem, tensors, shape, notes = check(args)
-    selection = select.select(select.requested(args.backend)[0], problem, args.config)
+    selection = select.select(spec, problem, args.config)
     check_overlap(args)
     result = args.out
     if result is None and args.out_columnwise is None:
@@ -26,7 +94,7 @@ def execute(args: Arguments) -> Tensor:
         tensors = tensors._replace(out=target)
     # What is written through a copy, because its rows are not contiguous: (argument, copy)
     copies = []
-    for name in ("out", "preactivation", "out_columnwise"):
+    for name in _OUTPUTS:
         given = getattr(args, name)
         if given is None:
             continue
@@ -37,12 +105,10 @@ def execute(args: Arguments) -> Tensor:
     if problem.is_empty:
         _empty(problem, tensors)
     else:
+        _keep_plan(token, args, problem, tensors, shape, selection.backend, bool(notes or copies))
         notes = notes + selection.backend.run_gemm(problem, args.config, tensors)
         if selection.backend.name != "native":
-            # A kernel writes through a pointer, which autograd does not see: it must know that saved values are gone.
-            for given in (args.out, args.preactivation, args.bias_grad):
-                if given is not None and not given.is_inference():
-                    torch.autograd.graph.increment_version(given)
+            _bump(args)
     for given, target in copies:
         given.copy_(target.view(given.shape))
     if _logger.isEnabledFor(logging.DEBUG):
@@ -50,6 +116,35 @@ def execute(args: Arguments) -> Tensor:
     result = result if result is not None else args.out_columnwise
     assert result is not None
     return result
+
+
+def _keep_plan(
+    token: Any,
+    args: Arguments,
+    problem: GemmProblem,
+    tensors: GemmTensors,
+    shape: tuple[int, ...],
+    backend: Backend,
+    copied: bool,
+) -> None:
+    """Remember a call whose tensors go to the backend as they are, or as views of two dimensions."""
+    if token is None or copied:
+        return
+    for name in ("bias", "a_scale", "b_scale", "preactivation", "bias_grad", "out_columnwise"):
+        if getattr(args, name) is not getattr(tensors, name):
+            return
+    out = args.out
+    if out is not None and tensors.out is not out and (out.dim() == 2 or not out.is_contiguous()):
+        return
+    views = []
+    for given, taken in ((args.a, tensors.a), (args.b, tensors.b)):
+        if given is not taken and not given.is_contiguous():
+            return
+        views.append(None if given is taken else tuple(taken.shape))
+    with _lock:
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[token] = _Plan(problem, backend, shape, *views)  # type: ignore[arg-type]
 
 
 def _empty(problem: GemmProblem, tensors: GemmTensors) -> None:

@@ -37,7 +37,8 @@ def _gemm(
     backend: str | None = None,
 ) -> Tensor:
     args = Arguments(
-        a, b, trans_a, trans_b, out_dtype, bias, activation, alpha, batch_invariant=batch_invariant, backend=backend
+        a, b, bias=bias, alpha=alpha, trans_a=trans_a, trans_b=trans_b, out_dtype=out_dtype, activation=activation,
+        batch_invariant=batch_invariant, backend=backend,
     )  # fmt: skip
     return execute(args)
 
@@ -101,9 +102,9 @@ def _gemm_out(
     out_columnwise_scale: Tensor | None = None,
 ) -> None:
     args = Arguments(
-        a, b, trans_a, trans_b, None, bias, activation, alpha, accumulate, out, a_scale, b_scale, a_scaling, b_scaling,
-        preactivation, bias_grad, batch_invariant, fast_accum, out_scaling, out_direction, out_scale_rule, out_scale,
-        out_amax, out_columnwise, out_columnwise_scale, None, backend,
+        a, b, out, bias, a_scale, b_scale, preactivation, bias_grad, out_scale, out_amax, out_columnwise,
+        out_columnwise_scale, alpha, trans_a, trans_b, None, activation, accumulate, a_scaling, b_scaling, batch_invariant,
+        fast_accum, out_scaling, out_direction, out_scale_rule, None, backend,
     )  # fmt: skip
     execute(args)
 
