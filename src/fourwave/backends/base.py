@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from fourwave.ops.gemm.config import GemmConfig
     from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+    from fourwave.ops.grouped_gemm.config import GroupedConfig
+    from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
     from fourwave.quantize.problem import QuantizeProblem, QuantizeTensors
 
 
@@ -20,7 +22,7 @@ class Description:
 
     kernel: str
     arch: str | None = None
-    config: GemmConfig | None = None
+    config: GemmConfig | GroupedConfig | None = None
     reasons: list[str] = field(default_factory=list)
 
 
@@ -51,6 +53,20 @@ class Backend(ABC):
     def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         """What `run_gemm` would note about copies for the same tensors (out None: a new one), found without a launch."""
         return []
+
+    def why_grouped_unsupported(self, problem: GroupedProblem, config: GroupedConfig | None) -> str | None:
+        """Why this backend cannot run this grouped problem with this config (None: its own choice), or None."""
+        return f"{self.name} has no grouped GEMM"
+
+    def describe_grouped_gemm(self, problem: GroupedProblem, config: GroupedConfig | None) -> Description:
+        """Kernel, architecture and config that `run_grouped_gemm` would use, with the reasons for the config."""
+        raise NotImplementedError(f"{self.name} has no grouped GEMM")
+
+    def run_grouped_gemm(
+        self, problem: GroupedProblem, config: GroupedConfig | None, tensors: GroupedTensors
+    ) -> list[str]:
+        """Write the product into tensors.out, as GroupedProblem says; return notes. G, M, N and K are at least 1."""
+        raise NotImplementedError(f"{self.name} has no grouped GEMM")
 
     def why_quantize_unsupported(self, problem: QuantizeProblem) -> str | None:
         """Why this backend cannot quantize `problem`, or None."""

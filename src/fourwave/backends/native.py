@@ -15,6 +15,8 @@ from fourwave.ops.gemm.reference import activate
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
     from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+    from fourwave.ops.grouped_gemm.config import GroupedConfig
+    from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
 
 _HAS_MM_OUT_DTYPE = "dtype" in torch.ops.aten.mm.overloads()  # mm(a, b, out_dtype=float32) on CUDA, torch 2.8 and later
 
@@ -92,6 +94,22 @@ class NativeBackend(Backend):
             with torch.autocast(problem.device_type, enabled=False):
                 return self._run(problem, tensors)
         return self._run(problem, tensors)
+
+    def why_grouped_unsupported(self, problem: GroupedProblem, config: GroupedConfig | None) -> str | None:
+        return None if config is None else f"native takes no config; {config!r} would be ignored"
+
+    def describe_grouped_gemm(self, problem: GroupedProblem, config: GroupedConfig | None) -> Description:
+        from fourwave.ops.grouped_gemm import native
+
+        kernel, reasons = native.describe(problem)
+        return Description(kernel=kernel, reasons=reasons)
+
+    def run_grouped_gemm(
+        self, problem: GroupedProblem, config: GroupedConfig | None, tensors: GroupedTensors
+    ) -> list[str]:
+        from fourwave.ops.grouped_gemm import native
+
+        return native.run(problem, tensors)
 
     def _run(self, problem: GemmProblem, tensors: GemmTensors) -> list[str]:
         a, b, out = tensors.a, tensors.b, tensors.out
