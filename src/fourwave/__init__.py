@@ -6,8 +6,15 @@ preshuffle(w)       8-bit weights in the order that AMD matrix instructions read
 quantize(x, format, direction)   QuantizedTensor: codes and scales of x, which gemm takes
 explain(a, b, ...)  which backend, kernel and config that would use, and why not another
 use_backend(name)   choose the backend of later calls, or of a `with` block
+nn                  Linear, LayerNormLinear, LayerNormMLP, GroupedLinear: modules that train by a recipe
+autocast(recipe=recipes.MXFP8())   the recipe of the modules in a `with` block
+te                  names and arguments of transformer_engine.pytorch
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from fourwave import recipes
 from fourwave.backends.select import use_backend
 from fourwave.errors import BackendUnavailable
 from fourwave.ops.gemm.api import explain, gemm
@@ -15,8 +22,21 @@ from fourwave.ops.grouped_gemm.api import explain_grouped, grouped_gemm, grouped
 from fourwave.ops.grouped_gemm.preshuffle import preshuffle
 from fourwave.quantize import QuantizedTensor, quantize
 
+if TYPE_CHECKING:
+    from fourwave import nn, te
+    from fourwave.nn import autocast
+
 __version__ = "0.1.0.dev0"
 __all__ = [
-    "BackendUnavailable", "QuantizedTensor", "__version__", "explain", "explain_grouped", "gemm", "grouped_gemm",
-    "grouped_gemm_wgrad", "preshuffle", "quantize", "use_backend",
+    "BackendUnavailable", "QuantizedTensor", "__version__", "autocast", "explain", "explain_grouped", "gemm", "grouped_gemm",
+    "grouped_gemm_wgrad", "nn", "preshuffle", "quantize", "recipes", "te", "use_backend",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Modules that are imported when they are first used."""
+    if name in ("nn", "te"):
+        return importlib.import_module(f"fourwave.{name}")
+    if name == "autocast":
+        return importlib.import_module("fourwave.nn").autocast
+    raise AttributeError(f"module 'fourwave' has no attribute {name!r}")

@@ -1,0 +1,271 @@
+"""fw.autocast: which recipe the modules of fourwave.nn use, and which step they are in.
+
+The choice belongs to the context (contextvars), so threads and asyncio tasks do not see each other's. torch.compile cannot
+trace a ContextVar: compiled code guards on `_TRACED`, what was entered last in the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.utils.checkpoint
+
+from fourwave.recipes import UNQUANTIZED, CurrentScaling, Plan, Recipe
+
+
+class Reduced(Protocol):
+    """A module as the reduction over ranks sees it."""
+
+    delayed_amax_history: torch.Tensor | None
+
+    def delayed_recorded(self) -> None: ...
+
+
+class Region:
+    """One entered autocast.
+
+    plan, observe   how modules quantize; whether they record amax although they do not (calibrating)
+    step            identity of the outermost region: what is in one step
+    scales, unread  scales that modules used in the first run of `checkpoint`, and those that the second one has yet to use
+    entered_in_backward   by a function that is being recomputed
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        group: Any = None,
+        reduces: bool = False,
+        observe: Plan | None = None,
+        outer: Region | None = None,
+    ) -> None:
+        self.plan, self.observe = plan, observe
+        self.group, self.reduces = group, reduces
+        self.outer = outer
+        self.step: Region = self if outer is None else outer.step
+        self.reduced: set[int] = self.step.reduced if outer is not None else set()
+        self.entered_in_backward = not torch.compiler.is_compiling() and in_backward()
+        self.scales: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] | None = None
+        self.unread: dict[Any, list[torch.Tensor]] = {}
+
+
+_ACTIVE: contextvars.ContextVar[Region | None] = contextvars.ContextVar("fourwave.autocast", default=None)
+_KEEPS_SCALES: contextvars.ContextVar[Region | None] = contextvars.ContextVar("fourwave.checkpoint", default=None)
+_REPLAYS: contextvars.ContextVar[Region | None] = contextvars.ContextVar("fourwave.recompute", default=None)
+
+
+class _Traced:
+    """What code that torch.compile traces reads instead of _ACTIVE."""
+
+    def __init__(self) -> None:
+        self.plan: Plan | None = None
+
+
+_TRACED = _Traced()
+
+
+def active(last: Region | None) -> Region | None:
+    """The region that a module's call is in; `last` is that of its last call outside a backward pass.
+
+    A backward pass runs in other threads, and after the region was left.
+    """
+    region = _ACTIVE.get()
+    if not in_backward() or (region is not None and (region.entered_in_backward or region is _REPLAYS.get())):
+        return region
+    return region if last is None else last
+
+
+def traced_plan() -> Plan | None:
+    return _TRACED.plan
+
+
+class autocast:  # a function to its callers, hence the name
+    """Run the modules of `fourwave.nn` by a recipe: ``with fw.autocast(recipe=fw.recipes.MXFP8()): y = model(x)``.
+
+    enabled     False: modules inside do not quantize, whatever surrounds them
+    recipe      a fourwave.recipes.Recipe; default CurrentScaling()
+    amax_reduction_group   ranks over which delayed scaling takes the largest amax; default all of them
+    calibrating record amax for delayed scaling, with enabled=False too
+
+    Regions nest, the innermost one counts. One region is one step of delayed scaling: enter it for each forward pass, not once for
+    a training loop. The backward pass may run inside or outside. Activation checkpointing, reentrant or not, finds the
+    region of the first run again; where several forward passes precede a backward pass, use `fourwave.nn.checkpoint`, which also
+    keeps the scales of each. Code compiled by torch.compile takes the region entered last in the process.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+        calibrating: bool = False,
+    ) -> None:
+        if recipe is None:
+            recipe = CurrentScaling()
+        if not isinstance(recipe, Recipe):
+            raise ValueError(f"recipe is {recipe!r}; it must be one of fourwave.recipes, such as MXFP8(), or None")
+        self.enabled, self.recipe, self.group, self.calibrating = enabled, recipe, amax_reduction_group, calibrating
+        plan = recipe.plan
+        if calibrating and not plan.delayed:
+            raise ValueError(f"calibrating=True with {recipe}: only DelayedScaling keeps what it would record")
+        self._plan = plan if enabled else UNQUANTIZED
+        self._observe = plan if calibrating and not enabled else None
+
+    def __enter__(self) -> autocast:
+        if torch.compiler.is_compiling():
+            self._before = _TRACED.plan
+            _TRACED.plan = self._plan
+            return self
+        outer = _ACTIVE.get()
+        region = Region(
+            self._plan, group=self.group, reduces=self.recipe.reduces_amax, observe=self._observe, outer=outer
+        )
+        if region.reduces and torch.is_grad_enabled() and not in_backward():
+            _reduce_amax(region)
+        _ACTIVE.set(region)
+        _TRACED.plan = region.plan
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if torch.compiler.is_compiling():
+            _TRACED.plan = self._before
+            return
+        region = _ACTIVE.get()
+        outer = None if region is None else region.outer
+        _ACTIVE.set(outer)
+        _TRACED.plan = None if outer is None else outer.plan
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# recomputation
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread: a module that is called then is being recomputed."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether this is the first run of a reentrant checkpoint, which is without gradients although it trains.
+
+    PyTorch does not say so: the frame of its function is looked for on the stack.
+    """
+    if torch.is_grad_enabled():
+        return False
+    import sys
+
+    code = torch.utils.checkpoint.CheckpointFunction.forward.__code__
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch.utils.checkpoint.checkpoint(function, ..., use_reentrant=False) that keeps the recipe and the scales of the
+    first run for the second one, whatever happens in between.
+
+    kwargs  those of torch.utils.checkpoint.checkpoint, except use_reentrant and context_fn; the others go to `function`
+    """
+    for name in ("use_reentrant", "context_fn"):
+        if name in kwargs:
+            raise ValueError(f"{name} is given by fourwave.nn.checkpoint; use torch.utils.checkpoint to choose it")
+    surrounding = _ACTIVE.get()
+    plan = UNQUANTIZED if surrounding is None else surrounding.plan
+
+    def contexts() -> tuple[Any, Any]:
+        # A region of its own, of the same step, so that two checkpoints of one module do not share scales.
+        if surrounding is None:
+            return contextlib.nullcontext(), contextlib.nullcontext()
+        region = Region(
+            plan, group=surrounding.group, reduces=surrounding.reduces, observe=surrounding.observe, outer=surrounding
+        )
+        region.scales = weakref.WeakKeyDictionary()
+        return _Run(region, _KEEPS_SCALES), _Run(region, _REPLAYS)
+
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+class _Run:
+    """A run of a checkpointed function: its region is active, and `variable` says which run it is."""
+
+    def __init__(self, region: Region, variable: contextvars.ContextVar[Region | None]) -> None:
+        self.region, self.variable = region, variable
+
+    def __enter__(self) -> None:
+        self._tokens = (_ACTIVE.set(self.region), self.variable.set(self.region))
+        if self.variable is _REPLAYS and self.region.scales is not None:
+            # A second backward pass through a kept graph recomputes again: each run starts with all of them.
+            self.region.unread = {module: list(scales) for module, scales in self.region.scales.items()}
+
+    def __exit__(self, *exc: object) -> None:
+        _ACTIVE.reset(self._tokens[0])
+        self.variable.reset(self._tokens[1])
+
+
+def keep_scales(module: Any, scales: torch.Tensor) -> None:
+    """Remember what `module` used, in the first run of `checkpoint`."""
+    region = _KEEPS_SCALES.get()
+    if region is not None and region.scales is not None:
+        region.scales.setdefault(module, []).append(scales)
+
+
+def kept_scales(module: Any) -> torch.Tensor | None:
+    """What `module` used in the first run, in the second run of `checkpoint`."""
+    region = _REPLAYS.get()
+    if region is None:
+        return None
+    waiting = region.unread.get(module)
+    return waiting.pop(0) if waiting else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# amax over ranks
+
+# Modules that recorded amax for a group, in the order of their first step, which must be the same on all ranks.
+_RECORDERS: dict[int, list[weakref.ref[Any]]] = {}
+
+
+def joins(module: Any, region: Region) -> None:
+    """`module` records amax in `region`."""
+    if not region.reduces:
+        return
+    members = _RECORDERS.setdefault(0 if region.group is None else id(region.group), [])
+    if not any(reference() is module for reference in members):
+        members.append(weakref.ref(module))
+
+
+def _reduce_amax(region: Region) -> None:
+    """Once per step and group: the newest row of all histories becomes the largest over the ranks."""
+    key = 0 if region.group is None else id(region.group)
+    if key in region.reduced or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    region.reduced.add(key)
+    if torch.distributed.get_world_size(region.group) == 1:
+        return
+    members = _RECORDERS.get(key, [])
+    members[:] = [reference for reference in members if reference() is not None]
+    modules = [module for reference in members if (module := reference()) is not None]
+    rows = [module.delayed_amax_history[0] for module in modules if module.delayed_amax_history is not None]
+    if not rows:
+        return
+    with torch.no_grad():
+        amax = torch.cat(rows)
+        torch.distributed.all_reduce(amax, torch.distributed.ReduceOp.MAX, group=region.group)
+        for row, reduced in zip(rows, amax.split([row.numel() for row in rows]), strict=True):
+            row.copy_(reduced)
+    for module in modules:
+        module.delayed_recorded()

@@ -1,0 +1,178 @@
+"""fw.nn.Linear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fourwave.nn.base import QuantizedModule, Step
+from fourwave.nn.function import linear, quantize_weight
+from fourwave.nn.products import Pair
+from fourwave.nn.weights import WeightCache
+from fourwave.recipes import Recipe
+
+Tensor = torch.Tensor
+
+
+class LinearBase(QuantizedModule):
+    """What modules with one or more weights share: main_grad, delayed wgrad, kept quantized weights."""
+
+    def __init__(self, recipe: Recipe | None, fuse_wgrad_accumulation: bool, delay_wgrad_compute: bool) -> None:
+        super().__init__(recipe)
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._caches: dict[str, WeightCache] = {}
+        self._delayed: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        state["_caches"], state["_delayed"] = {}, []
+        return state
+
+    def _product(
+        self,
+        x: Tensor,
+        name: str,
+        bias: Tensor | None,
+        step: Step,
+        *,
+        is_first_microbatch: bool | None,
+        activation: str | None = None,
+        slot: int = 0,
+    ) -> Tensor:
+        """act(x @ weight.T + bias) with the parameter called `name`."""
+        weight = getattr(self, name)
+        if x.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"x is {tuple(x.shape)}; its last dimension must be {weight.shape[1]}, the input features of {name} "
+                f"{tuple(weight.shape)}"
+            )
+        main_grad = None
+        overwrite = False
+        if self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled():
+            main_grad = getattr(weight, "main_grad", None)
+            if main_grad is None:
+                raise ValueError(
+                    f"fuse_wgrad_accumulation=True and {name} has no main_grad: give it a tensor of its shape, float32 say"
+                )
+            overwrite = bool(is_first_microbatch) or bool(getattr(weight, "overwrite_main_grad", False))
+        return linear(
+            x, weight, bias, step, activation=activation, slot=slot,
+            cached=self._quantized(name, weight, x, step, slot, is_first_microbatch), main_grad=main_grad,
+            overwrite=overwrite, later=self._delayed if self.delay_wgrad_compute else None,
+        )  # fmt: skip
+
+    def _quantized(
+        self, name: str, weight: Tensor, x: Tensor, step: Step, slot: int, is_first_microbatch: bool | None
+    ) -> Pair | None:
+        """The weight's kept quantized form, where one is asked for and the recipe has one that outlives a step."""
+        plan = step.plan
+        if (
+            is_first_microbatch is None
+            or torch.compiler.is_compiling()
+            or plan.w is None
+            or plan.delayed
+            or step.observe
+        ):
+            return None
+        need_col = torch.is_grad_enabled() and x.requires_grad
+        how = (plan.w, plan.w_t if need_col else None, plan.mx_rule, plan.block_rule, step.fnuz)
+        cache = self._caches.setdefault(name, WeightCache())
+        return cache.get(
+            weight, how, lambda: quantize_weight(weight, plan, step, slot, need_row=True, need_col=need_col),
+            refresh=bool(is_first_microbatch),
+        )  # fmt: skip
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that delay_wgrad_compute put off, and add them to .grad or main_grad."""
+        waiting, self._delayed[:] = list(self._delayed), []
+        with torch.no_grad():
+            for weight, wgrad in waiting:
+                dw, _ = wgrad.run()
+                if wgrad.main_grad is not None:
+                    continue
+                weight.grad = dw if weight.grad is None else weight.grad + dw
+
+
+def made_parameter(shape: tuple[int, ...], device: Any, dtype: torch.dtype | None) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+
+class Linear(LinearBase):
+    """y = x @ weight.T + bias. A drop-in for torch.nn.Linear: same parameters, initial values and state_dict.
+
+    params_dtype  of weight and bias; default torch's default dtype
+    init_method   function that fills the weight in place; default that of torch.nn.Linear
+    return_bias   do not add the bias but return (y, bias)
+    recipe        used where no fw.autocast is in force
+    fuse_wgrad_accumulation  add the weight's gradient to weight.main_grad, in its dtype, instead of giving it to autograd. With
+                  is_first_microbatch=True, or an attribute overwrite_main_grad of the weight, what main_grad held is overwritten
+    delay_wgrad_compute  leave wgrad to backward_dw()
+
+    Input float32, bfloat16 or float16, [..., in_features], of any strides; the output has its dtype, or torch.autocast's. Weights
+    of another dtype are converted for unquantized products and quantized from their own. Gradients have the dtypes
+    of what they belong to.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        params_dtype: torch.dtype | None = None,
+        device: Any = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        return_bias: bool = False,
+        recipe: Recipe | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+    ) -> None:
+        super().__init__(recipe, fuse_wgrad_accumulation, delay_wgrad_compute)
+        self.in_features, self.out_features = in_features, out_features
+        self.return_bias, self.init_method = return_bias, init_method
+        self.weight = made_parameter((out_features, in_features), device, params_dtype)
+        if bias:
+            self.bias: nn.Parameter | None = made_parameter((out_features,), device, params_dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+        self._prepare_default()
+
+    def reset_parameters(self) -> None:
+        reset_linear(self.weight, self.bias, self.init_method)
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """x [..., in_features] -> [..., out_features].
+
+        is_first_microbatch  None: quantize the weight. True: and keep it. False: use what was kept, if the weight has not
+                changed since. Ignored with DelayedScaling and by torch.compile
+        """
+        step = self._begin(x.device)
+        bias = None if self.return_bias else self.bias
+        y = self._product(x, "weight", bias, step, is_first_microbatch=is_first_microbatch)
+        return (y, self.bias) if self.return_bias else y
+
+    def extra_repr(self) -> str:
+        text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return text if self.recipe is None else f"{text}, recipe={self.recipe}"
+
+
+def reset_linear(weight: Tensor, bias: Tensor | None, init_method: Callable[[Tensor], Any] | None) -> None:
+    """torch.nn.Linear's initial values, or init_method's and a bias of zeros."""
+    with torch.no_grad():
+        if init_method is not None:
+            init_method(weight)
+            if bias is not None:
+                nn.init.zeros_(bias)
+            return
+        nn.init.kaiming_uniform_(weight, a=5**0.5)
+        if bias is not None:
+            bound = weight.shape[1] ** -0.5 if weight.shape[1] else 0.0
+            nn.init.uniform_(bias, -bound, bound)

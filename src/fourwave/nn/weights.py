@@ -1,0 +1,92 @@
+"""Weights quantized once for several microbatches, and never used after they have changed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fourwave.nn.products import Pair
+
+Tensor = torch.Tensor
+
+
+class WatchedParameter(torch.nn.Parameter):
+    """A parameter that counts who took its `.data`: writes through that alias do not move the version counter.
+
+    A module makes its weight one when it first keeps a quantized copy. Operations on it give plain tensors. PyTorch's
+    optimizers choose their fused and foreach forms by themselves for plain parameters only: ask for them (fused=True).
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        self.aliases_taken = getattr(self, "aliases_taken", 0) + 1
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.aliases_taken = getattr(self, "aliases_taken", 0) + 1
+        _DATA.__set__(self, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
+
+_DATA: Any = torch._C.TensorBase.data
+
+
+class WeightCache:
+    """The quantized form of one weight, with what tells that the weight is still the one it was made from.
+
+    It is the same parameter object, at the same address of the same storage, with the same version counter; nobody took
+    its `.data`, and nobody but the parameter holds its storage, neither then nor now.
+    """
+
+    def __init__(self) -> None:
+        self._key: tuple[Any, ...] | None = None
+        self._weight: weakref.ref[Tensor] | None = None
+        self._pair: Pair | None = None
+
+    def get(self, weight: Tensor, how: tuple[Any, ...], make: Callable[[], Pair], *, refresh: bool) -> Pair:
+        """The kept pair where it is right, else a new one, kept if it can be watched. how: all that `make` depends on."""
+        if type(weight) is torch.nn.Parameter:
+            weight.__class__ = WatchedParameter
+        if not isinstance(weight, WatchedParameter):
+            return make()
+        key = (how, *_identity(weight))
+        same = self._weight is not None and self._weight() is weight and key == self._key and not _shared(weight)
+        if same and not refresh:
+            assert self._pair is not None
+            return self._pair
+        self.clear()
+        pair = make()
+        if not _shared(weight):
+            self._key, self._weight, self._pair = (how, *_identity(weight)), weakref.ref(weight), pair
+        return pair
+
+    def clear(self) -> None:
+        self._key = self._weight = self._pair = None
+
+
+def _identity(weight: WatchedParameter) -> tuple[Any, ...]:
+    taken = getattr(weight, "aliases_taken", 0)
+    return (weight.data_ptr(), weight.untyped_storage()._cdata, weight._version, taken, weight.dtype, weight.shape)
+
+
+def _shared(weight: Tensor) -> bool:
+    """Whether a tensor or array other than the weight holds its storage: a write through it may go unseen."""
+    storage = weight.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > _ALONE
+
+
+def _count_alone() -> int:
+    alone = torch.nn.Parameter(torch.empty(1))
+    storage = alone.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+_ALONE = _count_alone()
