@@ -9,6 +9,7 @@ it is. Assembly needs no linker; linking it to a code object does, and compile_i
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
@@ -118,6 +119,16 @@ def compile_isa(
     if config is None:
         config, _ = default_config(problem, arch)
     spec = amd.specialise(problem, config, arch, vectorised)
+    return compile_spec(amd.__name__, spec, arch, k_per_barrier(config, problem.a_dtype.itemsize, arch), lines=lines)
+
+
+def compile_spec(
+    module: str, spec: object, arch: str, k_per_barrier: int | None = None, *, lines: bool = False
+) -> CompiledKernel:
+    """Compile what `module` (its build_launcher and placeholder_arguments) makes of spec, and read its assembly.
+
+    k_per_barrier: of the main loop; None: a kernel without one. Raises RuntimeError with the compiler's output.
+    """
     with tempfile.TemporaryDirectory(prefix="fourwave-isa-") as folder:
         root = Path(folder)
         linker = find_linker()
@@ -125,7 +136,7 @@ def compile_isa(
             link = root / "rocm/llvm/bin/ld.lld"
             link.parent.mkdir(parents=True)
             link.symlink_to(linker)
-        (root / "spec").write_bytes(pickle.dumps(spec))
+        (root / "spec").write_bytes(pickle.dumps((module, spec)))
         environment = {
             **os.environ,
             "COMPILE_ONLY": "1",
@@ -147,17 +158,16 @@ def compile_isa(
         elf = root / "kernel.hsaco"
         return parse(
             (root / "kernel.s").read_text(), arch, elf.read_bytes() if elf.exists() else None,
-            f"linked by {linker}" if elf.exists() else note, k_per_barrier(config, problem.a_dtype.itemsize, arch),
+            f"linked by {linker}" if elf.exists() else note, k_per_barrier,
             (root / "kernel.mlir").read_text(),
         )  # fmt: skip
 
 
 def _compile_in_child(root: Path) -> None:
     """Leaves kernel.s, kernel.hsaco (if a linker is there) and result.json in root."""
-    from fourwave.ops.gemm import amd
-
-    spec = pickle.loads((root / "spec").read_bytes())
-    launcher = amd.build_launcher(spec)
+    name, spec = pickle.loads((root / "spec").read_bytes())
+    source = importlib.import_module(name)
+    launcher = source.build_launcher(spec)
     from flydsl._mlir import ir
     from flydsl._mlir.dialects import gpu
     from flydsl._mlir.passmanager import PassManager
@@ -180,7 +190,7 @@ def _compile_in_child(root: Path) -> None:
 
     failure = None
     try:
-        launcher(*amd.placeholder_arguments(spec))
+        launcher(*source.placeholder_arguments(spec))
     except Exception as error:
         # Without a linker the last step fails, after the module for code generation has been written.
         if (root / "rocm/llvm/bin/ld.lld").exists():
@@ -244,15 +254,15 @@ def _loops(lines):
 def _main_loop(text, barrier_k):
     lines = text.splitlines()
     best: list[str] = []
-    best_mfma = 0
-    for first, last in _loops(lines):
+    best_mfma = -1
+    for first, last in [(0, len(lines))] if barrier_k is None else _loops(lines):
         body = [
             m[0].strip() for line in lines[first : last + 1] if (m := re.match(r"\t[a-z][a-z0-9_]+(\s[^;]*)?", line))
         ]
         mfma = sum(line.startswith("v_mfma") for line in body)
         if mfma > best_mfma:
             best, best_mfma = body, mfma
-    if not best:
+    if barrier_k is not None and best_mfma <= 0:
         raise ValueError("no loop with matrix instructions in the assembly")
     reads: dict[str, int] = {}
     writes: dict[str, int] = {}
@@ -283,7 +293,7 @@ def _main_loop(text, barrier_k):
         else:
             raise ValueError(f"unknown kind of instruction in the main loop: {line}")
     return MainLoop(
-        k=max(1, count["barriers"]) * barrier_k, mfma=best_mfma, lds_reads=reads, lds_writes=writes, loads_to_lds=count["to_lds"],
+        k=max(1, count["barriers"]) * (barrier_k or 0), mfma=best_mfma, lds_reads=reads, lds_writes=writes, loads_to_lds=count["to_lds"],
         loads=count["loads"], stores=count["stores"], waits=waits, barriers=count["barriers"], valu=count["valu"],
         copies=count["copies"], salu=count["salu"], instructions=len(best),
     )  # fmt: skip

@@ -159,6 +159,18 @@ def build_launcher(spec: AmaxSpec | QuantizeSpec) -> Any:
     return cdna.build_amax(spec) if isinstance(spec, cdna.AmaxSpec) else cdna.build_quantize(spec)
 
 
+def placeholder_arguments(spec: AmaxSpec | QuantizeSpec) -> list[Any]:
+    """Arguments to compile with where nothing is launched; sizes do not matter."""
+    from fourwave.quantize import cdna
+
+    x = torch.zeros((16, 16), dtype=getattr(torch, spec.x_dtype))
+    line, square = torch.zeros(16, dtype=torch.int32), torch.zeros((16, 16), dtype=torch.uint8)
+    if isinstance(spec, cdna.AmaxSpec):
+        return jit_arguments(x, line, line, 16, 16, None)
+    scale = square if spec.scaling == "1x32" else torch.zeros((16, 16) if "128" in spec.scaling else 16)
+    return jit_arguments(x, square, scale, square, scale, line, line, 16, 16, None)
+
+
 def jit_arguments(*arguments: Any) -> list[Any]:
     """Arguments for tracing: every extent and row stride is a run-time value, the inner stride is 1."""
     import flydsl.compiler as flyc

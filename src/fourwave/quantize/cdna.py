@@ -67,14 +67,20 @@ ALL_COLUMNS, ALL_ROWS = (
 DTYPES = {"float32": fx.Float32, "bfloat16": fx.BFloat16, "float16": fx.Float16}
 
 
-@fx.struct
-class Storage:
-    """LDS. column_amax: one row per wave; column_inv: one per half of the workgroup, the first is used."""
+def allocate_lds(columns=False, whole=False, transposed=False):
+    """LDS for column_maxima and share_columns, for tile_max, and for transposed codes; what is not used has 16 bytes.
 
-    column_amax: fx.Array[fx.Int32, WAVES * TILE, 16]
-    column_inv: fx.Array[fx.Int32, 2 * TILE, 16]
-    wave_amax: fx.Array[fx.Int32, WAVES, 16]
-    codes: fx.Array[fx.Uint8, TILE * TILE, 16]
+    column_amax: one row per wave; column_inv: one per half of the workgroup, of which the first is read.
+    """
+
+    @fx.struct
+    class Storage:
+        column_amax: fx.Array[fx.Int32, WAVES * TILE if columns else 4, 16]
+        column_inv: fx.Array[fx.Int32, 2 * TILE if columns else 4, 16]
+        wave_amax: fx.Array[fx.Int32, WAVES if whole else 4, 16]
+        codes: fx.Array[fx.Uint8, TILE * TILE if transposed else 16, 16]
+
+    return fx.SharedAllocator().allocate(Storage).peek()
 
 
 @dsl_loc_tracing
@@ -284,7 +290,7 @@ def build_amax(spec):
 
 def _amax_tile(spec, dtype, x, row_amax, column_amax, R, C):
     lane = Lane(R, C)
-    lds = fx.SharedAllocator().allocate(Storage).peek()
+    lds = allocate_lds(columns=spec.columns, whole=not (spec.rows or spec.columns))
     bits = [[magnitude(v) for v in row] for row in lane.load(x, dtype, spec.whole_chunks)]
     if not (spec.rows or spec.columns):
         amax = tile_max(lane, lds, _max_of_all([b for row in bits for b in row]), spec.arch)
@@ -377,7 +383,11 @@ class _QuantizeTile:
         self.fmt = formats.get(spec.code)
         self.codes = Codes(self.fmt, spec.arch)
         self.lane = Lane(R, C)
-        self.lds = fx.SharedAllocator().allocate(Storage).peek()
+        self.lds = allocate_lds(
+            columns=spec.scaling == "1x128" and spec.columnwise,
+            whole=spec.scaling == "128x128" or spec.given_scale,
+            transposed=spec.columnwise and spec.transposed,
+        )
 
     def run(self, x, data, scale, columnwise_data, columnwise_scale, row_amax, column_amax):
         spec, lane = self.spec, self.lane
