@@ -1,4 +1,5 @@
-"""The CDNA kernels' epilogues on the simulator: scales of operands that do not change along K.
+"""The CDNA kernels' epilogues on the simulator: scales of operands that do not change along K, the saved preactivation, the
+bias gradient.
 
 Truth is float64 from the codes and scales that the kernel got; every element has its bound, outputs start as NaN inside
 guard bytes. Bias, activations, alpha and accumulation alone are in test_gemm_backends.py.
@@ -13,7 +14,7 @@ import torch
 
 from fourwave import sim
 from fourwave.ops.gemm import amd
-from fourwave.ops.gemm.config import ARCHS, FLOAT8, GemmConfig, candidates
+from fourwave.ops.gemm.config import ARCHS, FLOAT8, GemmConfig, candidates, why_unsupported
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.ops.gemm.reference import activate
 from fourwave.testing import assert_within, buffers, gemm_bound, inputs
@@ -42,6 +43,7 @@ class Call:
     tensors: GemmTensors
     written: dict[str, buffers.Poisoned]
     addend: torch.Tensor | None
+    grad_addend: torch.Tensor | None
     notes: list[str]
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,18 +61,30 @@ class Call:
         """Every element of everything written is within its bound, and nothing else was written."""
         a, b = self.sums()
         alpha, bias = self.tensors.alpha, self.tensors.bias
-        exact = alpha * (a @ b)
+        z = alpha * (a @ b)
         if bias is not None:
-            exact = exact + bias.double()
+            z = z + bias.double()
         # Four more roundings of the sum: the product of two scales, and what it multiplies.
         u_acc = U_FP32 * (self.problem.K + 5) / (self.problem.K + 1)
         options = {"trans_b": False, "bias": bias, "alpha": alpha, "u_acc": u_acc}
+        if (saved := self.tensors.preactivation) is not None:
+            assert_within(saved, z, gemm_bound(a, b, saved.dtype, **options), f"preactivation of {self.problem}")
         activation = self.problem.activation
-        exact = activate(exact, activation)
+        exact = activate(z, activation)
         if self.addend is not None:
             exact = exact + self.addend.double()
         bound = gemm_bound(a, b, self.problem.out_dtype, activation=activation, addend=self.addend, **options)
         assert_within(self.tensors.out, exact, bound, f"out of {self.problem}")
+        if (grad := self.tensors.bias_grad) is not None:
+            ones = torch.ones(self.problem.K, 1, dtype=torch.float64)
+            exact = a @ ones
+            if self.grad_addend is not None:
+                exact = exact + self.grad_addend.double()[:, None]
+            bound = gemm_bound(
+                a, ones, grad.dtype, trans_b=False, u_acc=u_acc,
+                addend=None if self.grad_addend is None else self.grad_addend[:, None],
+            )  # fmt: skip
+            assert_within(grad[:, None], exact, bound, f"bias_grad of {self.problem}")
         for name, poisoned in self.written.items():
             try:
                 poisoned.assert_guards_intact()
@@ -103,15 +117,32 @@ def run(
         for i, shape in enumerate((problem.a_scale_shape, problem.b_scale_shape))
     ]
     written = {"out": buffers.poisoned(problem.M, problem.N, problem.out_dtype, layout=views, addend=addend)}
-    tensors = GemmTensors(a, b, written["out"].tensor, bias, alpha, *scales)
+    grad_addend = None
+    if (dtype := problem.preactivation_dtype) is not None:
+        written["preactivation"] = buffers.poisoned(problem.M, problem.N, dtype, layout=views)
+    if (dtype := problem.bias_grad_dtype) is not None:
+        if problem.accumulate:
+            grad_addend = torch.randn(problem.M, generator=generator).to(dtype)
+        shown = None if grad_addend is None else grad_addend[None]
+        written["bias_grad"] = buffers.poisoned(1, problem.M, dtype, addend=shown)
+    given = {name: poisoned.tensor for name, poisoned in written.items()}
+    if "bias_grad" in given:
+        given["bias_grad"] = given["bias_grad"][0]
+    tensors = GemmTensors(a, b, bias=bias, alpha=alpha, a_scale=scales[0], b_scale=scales[1], **given)
+    # Not the default, whose waves hold one fragment each where the output is small.
+    config = config or candidates(arch, problem.a_dtype.itemsize)[2]
     with sim.session(arch=arch, on_finding="raise"):
         notes = amd.run(problem, config, arch, tensors)
-    return Call(problem, tensors, written, addend, notes)
+    return Call(problem, tensors, written, addend, grad_addend, notes)
 
 
 def eight_bit(arch: str, shape: Shape = SHAPE, layout: str = "TN", **changes: object) -> GemmProblem:
     a, b = FLOAT8[arch]
     return replace(GemmProblem(shape.M, shape.N, shape.K, layout, a, b, BF16), **changes)  # type: ignore[arg-type]
+
+
+def plain(shape: Shape = SHAPE, layout: str = "TN", **changes: object) -> GemmProblem:
+    return replace(GemmProblem(shape.M, shape.N, shape.K, layout, BF16, BF16, BF16), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -135,11 +166,7 @@ def test_scales_with_everything_else(arch: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_scales_of_16_bit_operands_in_every_layout(arch: str, layout: str) -> None:
-    problem = GemmProblem(*SHAPE_SIZES, layout, BF16, BF16, FP32, a_scaling="row", b_scaling="row")
-    run(arch, problem).check()
-
-
-SHAPE_SIZES = (SHAPE.M, SHAPE.N, SHAPE.K)
+    run(arch, plain(layout=layout, out_dtype=FP32, a_scaling="row", b_scaling="row")).check()
 
 
 @pytest.mark.parametrize("index", range(5))
@@ -164,3 +191,74 @@ def test_a_nan_scale_makes_its_row_nan_and_no_other(arch: str) -> None:
     expected = torch.zeros(problem.M, problem.N, dtype=torch.bool)
     expected[-1] = expected[:, 5] = True
     assert torch.equal(out.isnan(), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_preactivation(arch: str, dtype: torch.dtype, layout: str) -> None:
+    options = {"layout": layout, "preactivation_dtype": dtype, "activation": "gelu_tanh", "bias_dtype": FP32}
+    for shape in (SHAPE, ODD):
+        run(arch, plain(shape, **options)).check()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_preactivation_with_everything_else(arch: str) -> None:
+    """Saved before the activation, without the addend, scales and alpha included; out wider or narrower than it."""
+    options = {"preactivation_dtype": BF16, "activation": "silu", "out_dtype": FP32, "accumulate": True}
+    run(arch, eight_bit(arch, a_scaling="row", b_scaling="tensor", bias_dtype=BF16, **options), alpha=-2.5).check()
+    options |= {"preactivation_dtype": FP32, "out_dtype": FP16}
+    run(arch, plain(activation=None, **{k: v for k, v in options.items() if k != "activation"})).check()
+
+
+@pytest.mark.parametrize("views", ["sliced", "offset", "transposed", "strided"])
+def test_preactivation_of_any_strides(views: str) -> None:
+    call = run("gfx950", plain(preactivation_dtype=FP32, activation="relu"), views=views)
+    call.check()
+    copied = [note for note in call.notes if note.startswith("preactivation written through a copy")]
+    assert len(copied) == (views in ("transposed", "strided"))
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bias_grad(arch: str, dtype: torch.dtype) -> None:
+    """Several tiles in both directions: each row is written once, by the first column of tiles."""
+    for shape in (SHAPE, ODD, Shape("several tiles", 200, 136, 88)):
+        run(arch, plain(shape, "NT", bias_grad_dtype=dtype)).check()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bias_grad_with_everything_else(arch: str) -> None:
+    """alpha and b's scale are not in it; a's scale is, and what bias_grad held where the call accumulates."""
+    options = {"layout": "NT", "bias_grad_dtype": FP32, "out_dtype": FP32, "accumulate": True}
+    for scaling in ("tensor", "row"):
+        run(arch, plain(a_scaling=scaling, b_scaling="row", **options), alpha=-2.5).check()
+    run(arch, plain(preactivation_dtype=BF16, activation="relu", bias_dtype=FP32, **options)).check()
+
+
+@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bias_grad_of_every_tile(arch: str, index: int) -> None:
+    for problem in (plain(layout="NT", bias_grad_dtype=FP32), eight_bit(arch, layout="NT", bias_grad_dtype=FP32)):
+        config = candidates(arch, problem.a_dtype.itemsize)[index]
+        problem = replace(problem, M=2 * config.tile_m - 12, N=2 * config.tile_n - 8, K=72)
+        if arch == "gfx950" and index == 0:
+            assert "bias_grad" in (why_unsupported(problem, config, arch) or "")
+            continue
+        run(arch, problem, config).check()
+
+
+@pytest.mark.parametrize("mix", [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bias_grad_of_8_bit_operands(arch: str, mix: tuple[int, int]) -> None:
+    """The ones that a is multiplied by are in b's format."""
+    a, b = (FLOAT8[arch][i] for i in mix)
+    scaling = {"a_scaling": "row", "b_scaling": "row"}
+    run(arch, eight_bit(arch, ODD, "NT", a_dtype=a, b_dtype=b, bias_grad_dtype=FP32, **scaling)).check()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bias_grad_is_for_wgrad(arch: str) -> None:
+    assert "NT" in (why_unsupported(plain(layout="TN", bias_grad_dtype=FP32), None, arch) or "")
+    blocks = eight_bit(arch, layout="NT", bias_grad_dtype=FP32, a_scaling="1x32", b_scaling="1x32")
+    assert why_unsupported(blocks, None, arch) is not None

@@ -1,4 +1,5 @@
-"""out = act(alpha * a_scale * b_scale * acc + bias) (+ out), in float32, rounded once (ties to even) when it is stored.
+"""z = alpha * a_scale * b_scale * acc + bias, out = act(z) (+ out), in float32; z, where it is saved, and out are each rounded
+once (ties to even) when they are stored.
 
 The scales here are those that do not change along K: of a whole operand ("tensor"), or one for each row of out (a) or
 column (b) ("row").
@@ -90,6 +91,13 @@ class Matrix:
         return self.buffer.load(offset, width, self.dtype).to(fx.Float32)
 
     def store(self, values, offset):
+        """Float32 values, rounded; more than 16 bytes take two stores."""
+        count = values.numel
+        if count * self.size > 16:
+            half = count // 2
+            self.store(values.shuffle(values, list(range(half))), offset)
+            self.store(values.shuffle(values, list(range(half, count))), offset + half * self.size)
+            return
         self.buffer.store(values.to(self.dtype), offset)
 
 
@@ -105,10 +113,21 @@ class Line:
         offset = select(wanted, index * self.size, OUT_OF_RANGE)
         return self.buffer.load(offset, width, self.dtype).to(fx.Float32)
 
+    def store(self, value, index, wanted):
+        """One Float32 value, rounded; nothing where `wanted` is false."""
+        self.buffer.store(value.to(self.dtype), select(wanted, index * self.size, OUT_OF_RANGE))
+
 
 def scalar(tensor):
     """The one element of a float32 tensor, the same in all lanes."""
     return Line(tensor, fx.Float32, fx.Int32(0), fx.Int32(1)).load(fx.Int32(0), 1, fx.Boolean(True))[0]
+
+
+def row_sums(epi, geo, wave_n):
+    """WaveMma's row_sums: the waves that share rows each sum a part of them, for bias_grad."""
+    if epi.bias_grad_dtype is None:
+        return None
+    return (2 if geo.waves_n > 1 and geo.frags_m % 2 == 0 else 1), wave_n
 
 
 def store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane):
@@ -120,7 +139,9 @@ def store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane):
     M, N = arguments.M, arguments.N
     used_rows, used_columns = minimum(M - m0, fx.Int32(geo.tile_m)), N - n0
     out = Matrix(arguments.out, epi.out_dtype, m0, n0, used_rows, used_columns)
-    bias = column_scale = None
+    bias = column_scale = saved = None
+    if epi.preactivation_dtype is not None:
+        saved = Matrix(arguments.preactivation, epi.preactivation_dtype, m0, n0, used_rows, used_columns)
     if epi.bias_dtype is not None:
         bias = Line(arguments.bias, epi.bias_dtype, n0, used_columns)
     if epi.b_scaling == "row":
@@ -129,6 +150,10 @@ def store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane):
     group, run = geo.b.group, geo.b.run
     width = min(run, 16 // out.size) if epi.vectorised else 1  # elements per store
     rows = [wave_m * geo.wave_tile_m + geo.a.fragment_row(i, lane % MMA_M) for i in range(geo.frags_m)]
+    if epi.bias_grad_dtype is not None:
+        # First, since its sums take registers.
+        _store_bias_grad(acc[geo.frags_m * geo.frags_n :], epi, arguments, m0, n0, used_rows, rows, wave_n, lane)
+        keep_order()
     factors = _row_factors(epi, arguments, m0, used_rows, rows)
     for p in range(geo.frags_n // group):
         first_column = wave_n * geo.wave_tile_n + p * group * MMA_N + (lane // MMA_M) * run
@@ -138,7 +163,7 @@ def store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane):
             addend = None if bias is None else bias.load(column, width, stored)
             scale = None if column_scale is None else column_scale.load(column, width, stored)
             for i, row in enumerate(rows):
-                values = []
+                z = []
                 for e in range(width):
                     q, r = geo.b.run_element(c + e)
                     x = acc[i * geo.frags_n + p * group + q][r] * factors[i]
@@ -146,8 +171,10 @@ def store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane):
                         x = x * scale[e]
                     if addend is not None:
                         x = x + addend[e]
-                    values.append(activate(x, epi.activation))
-                result = fx.Vector.from_elements(values, fx.Float32)
+                    z.append(x)
+                if saved is not None:
+                    saved.store(fx.Vector.from_elements(z, fx.Float32), saved.offset(row, column, stored))
+                result = fx.Vector.from_elements([activate(x, epi.activation) for x in z], fx.Float32)
                 offset = out.offset(row, column, stored)
                 if epi.accumulate:
                     result = result + out.load(offset, width)
@@ -170,3 +197,26 @@ def _row_factors(epi, arguments, m0, used_rows, rows):
         return [factor] * len(rows)
     row_scale = Line(arguments.a_scale, fx.Float32, m0, used_rows)
     return [factor * row_scale.load(row, 1, row < used_rows)[0] for row in rows]
+
+
+def _store_bias_grad(sums, epi, arguments, m0, n0, used_rows, rows, wave_n, lane):
+    """The sums of a's rows (mma.WaveMma.row_sums), by one wave of those that hold them, of one column of tiles."""
+    line = Line(arguments.bias_grad, epi.bias_grad_dtype, m0, used_rows)
+    factors = [1.0] * len(rows)
+    if epi.a_scaling == "tensor":
+        factors = [scalar(arguments.a_scale)] * len(rows)
+    elif epi.a_scaling == "row":
+        row_scale = Line(arguments.a_scale, fx.Float32, m0, used_rows)
+        factors = [row_scale.load(row, 1, row < used_rows)[0] for row in rows]
+    parts = len(rows) // len(sums)
+    for i, total in enumerate(sums):
+        row, factor = rows[i], factors[i]
+        if parts > 1:
+            row = select(wave_n == 0, row, rows[i + len(sums)])
+            factor = (wave_n == 0).select(fx.Float32(factor), fx.Float32(factors[i + len(sums)]))
+        # Every column of the result is the sum: the lanes of column 0 have it in element 0.
+        wanted = (lane < MMA_M) & (n0 == 0) & (wave_n < parts) & (row < used_rows)
+        value = fx.Vector.filled(1, total[0] * factor, fx.Float32)
+        if epi.accumulate:
+            value = value + line.load(row, 1, wanted)
+        line.store(value, row, wanted)

@@ -37,6 +37,7 @@ class OperandFormat:
     dtype: type  # FlyDSL element type that registers hold
     mma: dict  # arch -> (rocdl op name, instructions per slice)
     elem_bytes: int = 2
+    one: int = 0  # the code of 1 as the instruction's first operand
     f8f6f4: tuple = ()  # formats of the instruction's first and second operand, where the opcode does not name them
 
     def fragment_elems(self, fragment_bytes):
@@ -51,7 +52,8 @@ def _float8(a, b, arch):
     else:
         old = {"e4m3": "fp8", "e5m2": "bf8"}
         mma, f8f6f4 = (f"mfma_f32_16x16x32_{old[b]}_{old[a]}_", 2), ()
-    return OperandFormat(f"{a} x {b}", fx.Int32, {arch: mma}, 1, f8f6f4)
+    one = {"e4m3": 0x38, "e5m2": 0x3C}[b] + (0 if arch == "gfx950" else 8 if b == "e4m3" else 4)  # fnuz: one bias more
+    return OperandFormat(f"{a} x {b}", fx.Int32, {arch: mma}, 1, one, f8f6f4)
 
 
 # By the types of a and b, named as torch names them.
@@ -75,20 +77,35 @@ FORMATS = {
 
 
 class WaveMma:
-    """acc[i][j] += fragments a[i] (rows of M), b[j] (rows of N) of one K slice; acc is a flat list, j fastest."""
+    """acc[i][j] += fragments a[i] (rows of M), b[j] (rows of N) of one K slice; acc is a flat list, j fastest.
 
-    def __init__(self, fmt, arch, frags_m, frags_n):
+    row_sums: None, or (parts, part): behind these come frags_m / parts more results, the sums over K of the rows of a's
+    fragments part * frags_m / parts on: their products with ones, so that every column is the same. Waves with the same
+    rows share the work; part (Int32) is uniform.
+    """
+
+    def __init__(self, fmt, arch, frags_m, frags_n, row_sums=None):
         self.fmt, self.frags_m, self.frags_n = fmt, frags_m, frags_n
+        self.sums, self.sums_part = 0, None
+        if row_sums is not None:
+            parts, part = row_sums
+            self.sums = frags_m // parts
+            self.sums_part = part if parts > 1 else None
         op, self.parts = fmt.mma[arch]
         self._op = getattr(_rocdl, op)
 
     @property
     def instructions(self):
         """Matrix instructions per slice."""
-        return self.frags_m * self.frags_n * self.parts
+        return self.results * self.parts
+
+    @property
+    def results(self):
+        """Accumulators, ACC_PER_LANE registers each."""
+        return self.frags_m * self.frags_n + self.sums
 
     def zero(self):
-        return [fx.Vector.filled(ACC_PER_LANE, 0.0, fx.Float32) for _ in range(self.frags_m * self.frags_n)]
+        return [fx.Vector.filled(ACC_PER_LANE, 0.0, fx.Float32) for _ in range(self.results)]
 
     def step(self, a, b, acc):
         """The fragments b[j] are finished with one by one, which frees their registers for those of the next slice."""
@@ -98,7 +115,24 @@ class WaveMma:
                 for i in range(self.frags_m):
                     index = i * self.frags_n + j
                     out[index] = self._mfma(self._part(b[j], part), self._part(a[i], part), out[index])
+        for i in range(self.sums):
+            index = self.frags_m * self.frags_n + i
+            out[index] = self._sum(a, i, out[index])
         return out
+
+    def _sum(self, a, i, acc):
+        fragment = a[i]
+        if self.sums_part is not None:
+            fragment = (self.sums_part == 0).select(fragment, a[i + self.sums])
+        ones = self._ones(fragment.numel)
+        for part in range(self.parts):
+            acc = self._mfma(self._part(ones, part), self._part(fragment, part), acc)
+        return acc
+
+    def _ones(self, elems):
+        if self.fmt.elem_bytes == 1:
+            return fx.Vector.filled(elems, self.fmt.one * 0x01010101, fx.Int32)
+        return fx.Vector.filled(elems, 1.0, self.fmt.dtype)
 
     def _part(self, fragment, part):
         if self.parts == 1:

@@ -167,6 +167,8 @@ def run(
         if bias.data_ptr() % ALIGN_BYTES and vectorised:
             bias = bias.clone()
             notes.append(_BIAS_COPIED)
+    if tensors.bias_grad is not None:
+        targets["bias_grad"] = tensors.bias_grad.contiguous()
     prepared = tensors._replace(
         a=_readable("a", a, rows_a, notes), b=_readable("b", b, rows_b, notes), bias=bias, **targets
     )

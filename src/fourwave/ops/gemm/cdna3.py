@@ -28,7 +28,7 @@ Source  operand layout of V_MFMA_F32_16X16X16_BF16, V_MFMA_F32_16X16X32_FP8_FP8:
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.epilogue import store_tile
+from fourwave.blocks.flydsl.epilogue import row_sums, store_tile
 from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, load_registers, store_registers
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, uniform, wait_lds
 from fourwave.blocks.flydsl.mma import WaveMma
@@ -71,7 +71,7 @@ def build(spec, fmt, epi):
         fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
         # Where both operands are sorted in registers, spread reads cost registers that a 256 x 256 tile does not have.
         hinted_reads = fragments_a.reads + fragments_b.reads if fragments_a.sorted or fragments_b.sorted else 0
-        mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n)
+        mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n, row_sums(epi, geo, wave_n))
 
         def load_tile(tile_index):
             k0 = tile_index * geo.tile_k

@@ -29,7 +29,7 @@ Source  operand layout of V_MFMA_F32_16X16X32_BF16, V_MFMA_F32_16X16X128_F8F6F4,
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.epilogue import store_tile
+from fourwave.blocks.flydsl.epilogue import row_sums, store_tile
 from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, load_direct
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, uniform, wait_lds, wait_loads
 from fourwave.blocks.flydsl.mma import WaveMma
@@ -71,7 +71,7 @@ def build(spec, fmt, epi):
         global_b = GlobalTile(arguments.b, geo.b, n0, K, thread)
         fragments_a = Fragments(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
         fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
-        mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n)
+        mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n, row_sums(epi, geo, wave_n))
 
         def issue_loads(tile_index, stage):
             k0 = tile_index * geo.tile_k

@@ -27,7 +27,9 @@ MAX_TILE_BYTES = 2**31  # one buffer resource: tile rows x row stride
 MAX_EXTENT = 2**31 - 2**12  # sizes are int32, and rounding up to a tile must not overflow
 RESERVED = 48  # registers per lane for addresses, loop state, epilogue
 # What of GemmProblem.why_refused the kernels know, on either machine.
-FEATURES = frozenset(f"scaling:{a}x{b}" for a in (None, "tensor", "row") for b in (None, "tensor", "row"))
+FEATURES = frozenset(f"scaling:{a}x{b}" for a in (None, "tensor", "row") for b in (None, "tensor", "row")) | {
+    "preactivation", "bias_grad",
+}  # fmt: skip
 ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu")
 
 
@@ -134,7 +136,9 @@ def default_config(problem: GemmProblem, arch: str) -> tuple[GemmConfig, list[st
     cus = NUM_CUS[arch]
     elem_bytes = _elem_bytes(problem)
     best = None
-    for config in candidates(arch, elem_bytes):
+    configs = candidates(arch, elem_bytes)
+    supported = [config for config in configs if _why_config_unsupported(problem, config, arch) is None]
+    for config in supported or configs:
         tiles = -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
         matrix, loading = modelled_clocks(config, elem_bytes, arch)
         time = -(-tiles // cus) * (max(matrix, loading) + OVERLAP_LOSS * min(matrix, loading))
@@ -145,7 +149,7 @@ def default_config(problem: GemmProblem, arch: str) -> tuple[GemmConfig, list[st
     matrix, loading = modelled_clocks(config, elem_bytes, arch)
     reasons = [
         f"tile {config.tile_m}x{config.tile_n}: {tiles} workgroup(s) for {cus} compute units of {arch}, "
-        f"{-(-tiles // cus)} round(s); the least modelled time of {len(_CANDIDATES[arch])} tiles",
+        f"{-(-tiles // cus)} round(s); the least modelled time of {len(supported or configs)} tiles",
         f"modelled, not measured: {matrix:g} clocks of multiplying and {loading:g} of loading per element of K",
     ]
     if problem.M <= config.tile_m < 64:
@@ -238,6 +242,15 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
         return f"out is {problem.out_dtype}: the kernels write float32, bfloat16 and float16"
     if problem.bias_dtype is not None and problem.bias_dtype not in outputs:
         return f"bias is {problem.bias_dtype}: the kernels read float32, bfloat16 and float16"
+    for name in ("preactivation", "bias_grad"):
+        if (dtype := getattr(problem, f"{name}_dtype")) is not None and dtype not in outputs:
+            return f"{name} is {dtype}: the kernels write float32, bfloat16 and float16"
+    if problem.bias_grad_dtype is not None and problem.layout != "NT":
+        return f"bias_grad with layout {problem.layout}: the kernels sum the rows of op(a) where a is [K, M], NT"
+    if problem.bias_grad_dtype is not None and problem.a_scaling not in (None, "tensor", "row"):
+        return (
+            f"bias_grad with a_scaling {problem.a_scaling!r}: the kernels sum rows whose scale does not change along K"
+        )
     if problem.activation not in ACTIVATIONS:
         return f"activation {problem.activation!r}: the kernels have {', '.join(a for a in ACTIVATIONS if a)}"
     for name in ("M", "N", "K"):
@@ -294,7 +307,9 @@ def _why_config_unsupported(problem, config, arch):
         if config.num_stages < 2:
             return f"num_stages={config.num_stages}: at least 2 are needed"
         if in_halves(config, elem_bytes, arch):
-            if (config.waves_m, config.waves_n, config.tile_k) != (2, 2, slice_k) or min(config.tile_m, config.tile_n) < 128:
+            if (config.waves_m, config.waves_n, config.tile_k) != (2, 2, slice_k) or min(
+                config.tile_m, config.tile_n
+            ) < 128:
                 return (
                     f"num_stages=2: tiles of 8-bit operands are brought in halves, which takes 2x2 waves, "
                     f"tile_k={slice_k} and at least 128x128"
@@ -305,6 +320,12 @@ def _why_config_unsupported(problem, config, arch):
     elif config.num_stages != 2:
         return f"num_stages={config.num_stages}: the gfx942 kernel has 2 LDS buffers and one more tile in registers"
     registers = min_registers(config, elem_bytes, arch)
+    if problem.bias_grad_dtype is not None:
+        if arch == "gfx950" and config.tile_m * config.tile_n == 256 * 256:
+            return "tile 256x256: with the sums for bias_grad the compiler runs out of registers on gfx950"
+        if in_halves(config, elem_bytes, arch):
+            return "bias_grad with num_stages=2: the kernel that brings tiles in halves does not sum their rows"
+        registers += config.tile_m // config.waves_m // 16 * 4 + fragment_bytes(elem_bytes, arch) // 4  # sums, ones
     if registers > REGISTERS - RESERVED:
         return f"at least {registers} registers per lane and {RESERVED} for addresses: there are {REGISTERS}"
     if -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n) >= 2**31:
@@ -315,6 +336,10 @@ def _why_config_unsupported(problem, config, arch):
     ):  # fmt: skip
         if rows * inner * elem_bytes >= MAX_TILE_BYTES:
             return f"{what}: {rows} rows of {inner} elements span {MAX_TILE_BYTES} bytes or more, the limit of a tile"
-    if config.tile_m * problem.N * problem.out_dtype.itemsize >= MAX_TILE_BYTES:
-        return f"out: {config.tile_m} rows of {problem.N} elements span {MAX_TILE_BYTES} bytes or more, the limit of a tile"
+    for what, columns, dtype in (
+        ("out", problem.out_columns, problem.out_dtype),
+        ("preactivation", problem.N, problem.preactivation_dtype),
+    ):
+        if dtype is not None and config.tile_m * columns * dtype.itemsize >= MAX_TILE_BYTES:
+            return f"{what}: {config.tile_m} rows of {columns} elements span {MAX_TILE_BYTES} bytes or more, the limit of a tile"
     return None
