@@ -2,6 +2,11 @@
 
 from fourwave.nn.base import QuantizedModule, prepare
 from fourwave.nn.context import autocast, checkpoint
+from fourwave.nn.grouped_linear import GroupedLinear
+from fourwave.nn.layernorm_linear import LayerNormLinear
+from fourwave.nn.layernorm_mlp import LayerNormMLP
 from fourwave.nn.linear import Linear
 
-__all__ = ["Linear", "QuantizedModule", "autocast", "checkpoint", "prepare"]
+__all__ = [
+    "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear", "QuantizedModule", "autocast", "checkpoint", "prepare",
+]  # fmt: skip

@@ -53,20 +53,24 @@ class LinearBase(QuantizedModule):
                 f"x is {tuple(x.shape)}; its last dimension must be {weight.shape[1]}, the input features of {name} "
                 f"{tuple(weight.shape)}"
             )
-        main_grad = None
-        overwrite = False
+        main_grad, overwrite = None, False
         if self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled():
-            main_grad = getattr(weight, "main_grad", None)
-            if main_grad is None:
-                raise ValueError(
-                    f"fuse_wgrad_accumulation=True and {name} has no main_grad: give it a tensor of its shape, float32 say"
-                )
-            overwrite = bool(is_first_microbatch) or bool(getattr(weight, "overwrite_main_grad", False))
+            main_grad, overwrite = self._main_grad(name, is_first_microbatch)
         return linear(
             x, weight, bias, step, activation=activation, slot=slot,
             cached=self._quantized(name, weight, x, step, slot, is_first_microbatch), main_grad=main_grad,
             overwrite=overwrite, later=self._delayed if self.delay_wgrad_compute else None,
         )  # fmt: skip
+
+    def _main_grad(self, name: str, is_first_microbatch: bool | None) -> tuple[Tensor, bool]:
+        """(main_grad of a parameter, whether it is overwritten)"""
+        weight = getattr(self, name)
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None:
+            raise ValueError(
+                f"fuse_wgrad_accumulation=True and {name} has no main_grad: give it a tensor of its shape, float32 say"
+            )
+        return main_grad, bool(is_first_microbatch) or bool(getattr(weight, "overwrite_main_grad", False))
 
     def _quantized(
         self, name: str, weight: Tensor, x: Tensor, step: Step, slot: int, is_first_microbatch: bool | None

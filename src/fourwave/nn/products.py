@@ -44,17 +44,20 @@ def pair(
     fnuz: bool | None = None,
     backend: str | None = None,
     observe: bool = False,
+    transposed: bool | None = None,
 ) -> Pair:
-    """t [R, C] in format `row` for one product and in `col` for another; from one reading where they are the same.
+    """t [..., C], flattened to [R, C], in format `row` for one product and in `col` for another; from one reading where they are the same.
 
-    A format None leaves t as it is. scale: given, for delayed scaling, which gives amax back.
+    A format None leaves t as it is. scale: given, for delayed scaling, which gives amax back. transposed: whether columnwise
+    codes are stored transposed; default what the device's matrix units want
     """
     quantized: dict[str, Operand | None] = {"rowwise": None, "columnwise": None}
     amax = None
     wanted = [("rowwise", row)] * need_row + [("columnwise", col)] * need_col
     if len(wanted) == 2 and row == col and row is not None:
         wanted = [("both", row)]
-    transposed = _stores_transposed(t, plan)
+    if transposed is None:
+        transposed = _stores_transposed(t, plan)
     for direction, name in wanted:
         if name is None:
             quantized[direction] = t

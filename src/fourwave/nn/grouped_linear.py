@@ -1,0 +1,202 @@
+"""fw.nn.GroupedLinear: a linear layer for each group of rows, one expert of a mixture say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from fourwave.nn import products
+from fourwave.nn.base import GRAD, INPUT, WEIGHT, record
+from fourwave.nn.function import Call, _told, compute_dtype
+from fourwave.nn.linear import LinearBase, made_parameter, reset_linear
+from fourwave.nn.products import Operand, Pair, in_dtype, pack, pair, unpack
+from fourwave.ops.grouped_gemm.api import grouped_gemm, grouped_gemm_wgrad
+from fourwave.recipes import Recipe
+
+Tensor = torch.Tensor
+
+
+class GroupedLinear(LinearBase):
+    """y[m] = x[m] @ weight[g].T + bias[g] for every row m of group g.
+
+    Parameters  weight [num_groups, out_features, in_features], bias [num_groups, out_features]
+    The rest as in `Linear`. With delayed scaling all groups' weights share a scale. With MX formats and 1x128 blocks the weights
+    of a group are quantized along their out_features, too, which must be a multiple of the block (32, 128), in training.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        params_dtype: torch.dtype | None = None,
+        device: Any = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        recipe: Recipe | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+    ) -> None:
+        super().__init__(recipe, fuse_wgrad_accumulation, delay_wgrad_compute)
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.init_method = init_method
+        self.weight = made_parameter((num_groups, out_features, in_features), device, params_dtype)
+        if bias:
+            self.bias: nn.Parameter | None = made_parameter((num_groups, out_features), device, params_dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+        self._prepare_default()
+
+    def reset_parameters(self) -> None:
+        """Each group as a Linear of its own."""
+        for g in range(self.num_groups):
+            reset_linear(self.weight[g], None if self.bias is None else self.bias[g], self.init_method)
+
+    def forward(self, x: Tensor, m_sizes: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        """x [M, in_features], rows of group 0 first -> [M, out_features]; rows past the last group are zeros.
+
+        m_sizes  [num_groups] int32 or int64 on x's device, rows of each group, 0 included; a GPU's are never read on the host
+        is_first_microbatch  see Linear.forward
+        """
+        if x.dim() != 2 or x.shape[1] != self.in_features:
+            raise ValueError(f"x is {tuple(x.shape)}; it must be [M, {self.in_features}], the rows of all groups")
+        if m_sizes.shape != (self.num_groups,):
+            raise ValueError(
+                f"m_sizes is {tuple(m_sizes.shape)}; it must be [{self.num_groups}], the rows of each group"
+            )
+        step = self._begin(x.device)
+        grad = torch.is_grad_enabled()
+        weight, bias, main_grad, overwrite = self.weight, self.bias, None, False
+        if self.fuse_wgrad_accumulation and weight.requires_grad and grad:
+            main_grad, overwrite = self._main_grad("weight", is_first_microbatch)
+        call = Call(
+            step.plan, compute_dtype(x), weight.dtype, None, grad and x.requires_grad, grad and weight.requires_grad,
+            grad and bias is not None and bias.requires_grad, step.observe, 0, step.fnuz, step.backend, overwrite,
+        )  # fmt: skip
+        cached = self._quantized("weight", weight, x, step, 0, is_first_microbatch)
+        later = self._delayed if self.delay_wgrad_compute else None
+        result = _Grouped.apply(x, weight, bias, m_sizes, step.scales, step.history, main_grad, call, cached, later)
+        if not isinstance(result, tuple):
+            return result
+        y, *amax = result
+        if step.records and step.history is not None:
+            with torch.no_grad():
+                for slot, value in zip((INPUT, WEIGHT), amax, strict=True):
+                    record(step.history, slot, value)
+        return y
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )
+
+
+class _Grouped(torch.autograd.Function):
+    """As function._Linear, with grouped products."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        m_sizes: Tensor,
+        scales: Tensor | None,
+        history: Tensor | None,
+        main_grad: Tensor | None,
+        call: Call,
+        cached: Pair | None,
+        later: list[Any] | None,
+    ) -> Any:
+        plan = call.plan
+        options: dict[str, Any] = {
+            "fnuz": call.fnuz, "backend": call.backend, "observe": call.observe, "transposed": False,
+        }  # fmt: skip
+        x_scale = w_scale = None
+        if plan.delayed:
+            assert scales is not None
+            x_scale, w_scale = scales[INPUT], scales[WEIGHT]
+        xs = pair(x, plan.x, plan.x_t, plan, need_row=True, need_col=call.need_w, scale=x_scale, **options)
+        ws = cached
+        if ws is None:
+            ws = pair(
+                weight, plan.w, plan.w_t, plan, need_row=True, need_col=call.need_x, scale=w_scale, **options
+            )  # fmt: skip
+        assert xs.row is not None and ws.row is not None
+        y = grouped_gemm(
+            in_dtype(xs.row, call.dtype), in_dtype(ws.row, call.dtype), m_sizes, bias=bias, out_dtype=call.dtype,
+            fast_accum=plan.fast_accum, backend=call.backend,
+        )  # fmt: skip
+        x_meta, x_saved = pack(xs.col if call.need_w else None, "columnwise")
+        w_meta, w_saved = pack(ws.col if call.need_x else None, "columnwise")
+        ctx.metas = (x_meta, w_meta)
+        ctx.save_for_backward(m_sizes, *x_saved, *w_saved, *([scales] if scales is not None else []))
+        ctx.call, ctx.history, ctx.main_grad, ctx.later = call, history, main_grad, later
+        ctx.weight = weight if later is not None or main_grad is not None else None
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if not plan.delayed and not call.observe:
+            return y
+        amax = [each if each is not None else products.largest(t) for each, t in ((xs.amax, x), (ws.amax, weight))]
+        ctx.mark_non_differentiable(*amax)
+        return y, *amax
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
+        call: Call = ctx.call
+        plan = call.plan
+        m_sizes, *saved = ctx.saved_tensors
+        x_meta, w_meta = ctx.metas
+        x_col = None if x_meta is None else unpack(x_meta, saved)
+        w_col = None if w_meta is None else unpack(w_meta, saved)
+        dz = dy.to(call.dtype)
+        gs = pair(
+            dz, plan.g, plan.g_t, plan, need_row=call.need_x, need_col=call.need_w,
+            scale=saved[0][GRAD] if plan.delayed else None, fnuz=call.fnuz, backend=call.backend, observe=call.observe,
+            transposed=False,
+        )  # fmt: skip
+        if ctx.history is not None and gs.amax is not None:
+            record(ctx.history, GRAD, gs.amax)
+        dx = dw = db = None
+        if call.need_x:
+            assert gs.row is not None and w_col is not None
+            dx = grouped_gemm(
+                gs.row, in_dtype(w_col, call.dtype), m_sizes, trans_b=False, out_dtype=call.dtype, backend=call.backend
+            )
+        if call.need_b:
+            # The sum of the gradient before it is quantized over each group's rows, as a product with ones.
+            ones = dz.new_ones(dz.shape[0], 8)
+            db = grouped_gemm_wgrad(dz, ones, m_sizes, out_dtype=torch.float32, backend=call.backend)[..., 0]
+            db = db.to(ctx.bias_dtype)
+        if call.need_w:
+            assert gs.col is not None and x_col is not None
+            wgrad = _GroupedWgrad(call, gs.col, x_col, m_sizes, ctx.main_grad)
+            if ctx.later is not None:
+                ctx.later.append((ctx.weight, wgrad))
+            else:
+                dw, _none = wgrad.run()
+        if ctx.main_grad is not None:
+            dw = _told(ctx.weight)
+        return dx, dw, db, None, None, None, None, None, None, None
+
+
+class _GroupedWgrad:
+    """dw[g] = dz[rows of g].T @ x[rows of g], now or later."""
+
+    def __init__(self, call: Call, dz: Operand, x: Operand, m_sizes: Tensor, main_grad: Tensor | None) -> None:
+        self.call, self.dz, self.x, self.m_sizes, self.main_grad = call, dz, x, m_sizes, main_grad
+
+    def run(self) -> tuple[Tensor, None]:
+        call, out = self.call, self.main_grad
+        dw = grouped_gemm_wgrad(
+            self.dz, in_dtype(self.x, call.dtype), self.m_sizes, out_dtype=call.weight_dtype if out is None else None,
+            out=out, accumulate=out is not None and not call.overwrite, backend=call.backend,
+        )  # fmt: skip
+        return dw, None
