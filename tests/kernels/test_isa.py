@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fourwave.blocks.flydsl.tiles import LDS_BYTES
-from fourwave.ops.gemm.config import ARCHS, FLOAT8, candidates, geometry, in_halves, lds_bytes
+from fourwave.ops.gemm.config import ARCHS, FLOAT8, candidates, candidates_for, geometry, in_halves, lds_bytes
 from fourwave.ops.gemm.problem import GemmProblem
 from fourwave.perf import isa
 
@@ -28,11 +28,22 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 @functools.cache
 def compiled(
-    arch, layout, index, dtype=BF16, out_dtype=BF16, bias_dtype=None, activation=None, accumulate=False, vectorised=True
+    arch,
+    layout,
+    index,
+    dtype=BF16,
+    out_dtype=BF16,
+    bias_dtype=None,
+    activation=None,
+    accumulate=False,
+    vectorised=True,
+    scaling=None,
 ):
     a, b = dtype if isinstance(dtype, tuple) else (dtype, dtype)
-    problem = GemmProblem(4096, 4096, 4096, layout, a, b, out_dtype, bias_dtype, activation, accumulate)
-    return isa.compile_isa(problem, candidates(arch, a.itemsize)[index], arch, vectorised=vectorised)
+    problem = GemmProblem(
+        4096, 4096, 4096, layout, a, b, out_dtype, bias_dtype, activation, accumulate, a_scaling=scaling, b_scaling=scaling
+    )  # fmt: skip
+    return isa.compile_isa(problem, candidates_for(problem, arch)[index], arch, vectorised=vectorised)
 
 
 @pytest.mark.parametrize(("arch", "layout", "index"), ALL)
@@ -113,6 +124,37 @@ def test_float8(arch, layout, index):
     else:
         assert (loop.loads_to_lds, loop.loads) == (0, tiles * geo.loads_per_tile)
         assert "v_mfma_f32_16x16x32_bf8_fp8" in kernel.text
+
+
+@pytest.mark.parametrize(
+    ("layout", "index"), [pytest.param(*case[1:], marks=() if case[2] == 0 else pytest.mark.slow) for case in QUICK + REST if case[0] == "gfx950"]
+)  # fmt: skip
+def test_block_scales(layout, index):
+    """gfx950: scaled matrix instructions only; scales are read as bytes, and brought by loads that the waits count."""
+    config = candidates("gfx950", 1)[index]
+    geo = geometry(config, layout, 1, "gfx950", scales=True)
+    kernel = compiled("gfx950", layout, index, FLOAT8["gfx950"], scaling="1x32")
+    print(kernel)
+    loop = kernel.main_loop
+    halves = in_halves(config, 1, "gfx950")
+    tiles = 2 if halves else geo.tiles_per_step
+    _check_spills(kernel)
+    assert kernel.lds_bytes == lds_bytes(config, layout, 1, "gfx950", True) <= LDS_BYTES["gfx950"]
+    assert loop.k == tiles * config.tile_k
+    fragments = geo.frags_m + geo.frags_n
+    assert loop.lds_reads.pop("ds_read_u8") == fragments * loop.k // 128
+    assert sum(_read_bytes(op) * count for op, count in loop.lds_reads.items()) == fragments * loop.k // 4
+    assert loop.mfma == geo.frags_m * geo.frags_n * loop.k // 128
+    assert kernel.text.count("v_mfma_scale_f32_16x16x128_f8f6f4") == kernel.text.count("v_mfma_") >= loop.mfma
+    operand_loads = tiles * (geo.a.loads + geo.b.loads)
+    assert (loop.loads, loop.loads_to_lds) == (0, operand_loads + (1 if halves else tiles * geo.scale_loads))
+    counted = [wait for wait in loop.waits if "vmcnt" in wait]
+    if halves:
+        allowed = {"vmcnt(24)": 2, "vmcnt(25)": 6}
+    else:
+        allowed = {f"vmcnt({(geo.num_stages - 2) * geo.loads_per_tile})": tiles}
+    assert {count: sum(count in wait for wait in counted) for count in allowed} == allowed
+    assert len(counted) == loop.barriers
 
 
 def _read_bytes(op):

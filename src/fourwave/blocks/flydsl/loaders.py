@@ -17,7 +17,16 @@ from fourwave.blocks.flydsl.memory import (
     select,
     transpose_bytes,
 )
-from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, LANE_GROUPS, MMA_M, WAVE, WORKGROUP
+from fourwave.blocks.flydsl.tiles import (
+    CHUNK_BYTES,
+    LANE_GROUPS,
+    LOAD_BYTES,
+    MMA_M,
+    SCALE_BLOCKS,
+    SCALE_K,
+    WAVE,
+    WORKGROUP,
+)
 
 
 class GlobalTile:
@@ -51,14 +60,13 @@ class GlobalTile:
             extent = self.columns
         # The second half of a tile may begin past the operand.
         self.end = select(row0 < extent, K, 0) if tile.split else K
-        pitch = fx.Int32(self.row_bytes)
+        self.pitch = pitch = fx.Int32(self.row_bytes)
         self.offsets = [row * pitch + self.chunk_elem * tile.elem_bytes for row in rows]
         # Where rows of successive loads are a known distance apart, one offset per lane does.
         self.load_rows = None
         if tile.lines_per_load % tile.source_period == 0:
             at = [i * tile.lines_per_load for i in range(tile.loads)]
             self.load_rows = [tile.spread(line) for line in at] if tile.k_contiguous else at
-            self.pitch = pitch
             self.offsets = self.offsets[:1]
         if not tile.k_contiguous:
             # A chunk past the end of a row would read the next row; such columns are never stored, but what they
@@ -79,9 +87,9 @@ class GlobalTile:
             used_rows = minimum(self.rows - k0, fx.Int32(tile.tile_k))
             used_columns = self.columns - self.row0
         byte_offset = fx.Int64(first) * self.row_bytes + fx.Int64(start) * size
-        num_bytes = fx.Int64(used_rows - 1) * self.row_bytes + fx.Int64(used_columns) * size
-        num_bytes = (k0 < self.end).select(num_bytes, fx.Int64(0))
-        buffer = Buffer(self.tensor, byte_offset, num_bytes)
+        # 32 bits: a tile spans less than 2**31 bytes.
+        num_bytes = (used_rows - 1) * self.pitch + used_columns * size
+        buffer = Buffer(self.tensor, byte_offset, select(k0 < self.end, num_bytes, 0))
         offsets = self.offsets
         if tile.k_contiguous:
             inside = self.chunk_elem < self.K - k0
@@ -231,3 +239,155 @@ class Fragments:
                 low.shuffle(high, list(range(2 * low.numel))) for low, high in zip(parts[::2], parts[1::2], strict=True)
             ]
         return parts[0]
+
+
+class GlobalScales:
+    """The scales (e8m0 bytes) of the rows of one operand that a workgroup reads, SCALE_BLOCKS blocks of K at a time.
+
+    tensor  [extent, blocks] or, where K is not contiguous, [blocks, extent]; rows of whole chunks, zeros behind the last block
+    chunk   which chunk of ScaleTile this lane brings; none from tile.chunks on
+    """
+
+    def __init__(self, tensor, scale_tile, row0, K, chunk):
+        self.tensor, self.tile = tensor, scale_tile
+        self.k_contiguous = scale_tile.tile.k_contiguous
+        self.rows = fx.Int32(fx.get_scalar(tensor.shape[0]))
+        self.columns = fx.Int32(fx.get_scalar(tensor.shape[1]))
+        self.row_bytes = fx.Int64(fx.get_scalar(tensor.stride[0]))
+        self.blocks = (K + 31) >> 5
+        self.row0 = row0
+        self.pitch = pitch = fx.Int32(self.row_bytes)
+        if self.k_contiguous:
+            inside = chunk < scale_tile.chunks
+            offset = scale_tile.tile.source_row(chunk) * pitch
+        else:
+            line = chunk // scale_tile.line_chunks
+            column = ((chunk % scale_tile.line_chunks) ^ scale_tile.key(line)) * CHUNK_BYTES
+            inside = (chunk < scale_tile.chunks) & (column < self.columns - row0)
+            offset = line * pitch + column
+        self.offset = select(inside, offset, OUT_OF_RANGE)
+
+    def step(self, block0):
+        """Buffer of the blocks from block0 (Int32, uniform) on; everything is zero past K."""
+        if self.k_contiguous:
+            first, start = self.row0, block0
+            used_rows = minimum(self.rows - self.row0, fx.Int32(self.tile.chunks))
+            used_columns = self.columns - block0
+        else:
+            first, start = block0, self.row0
+            used_rows = minimum(self.rows - block0, fx.Int32(SCALE_BLOCKS))
+            used_columns = self.columns - self.row0
+        byte_offset = fx.Int64(first) * self.row_bytes + fx.Int64(start)
+        num_bytes = (used_rows - 1) * self.pitch + used_columns
+        return Buffer(self.tensor, byte_offset, select(block0 < self.blocks, num_bytes, 0))
+
+
+class FragmentScales:
+    """Reads the scales that belong to one wave's fragments: byte 0 of an Int32 for each fragment. tile None: there are none."""
+
+    def __init__(self, scale_tile, lds, place, first_row, count, lane):
+        """place: offset of the first slot in lds; first_row: of the fragments in the tile, a multiple of 16 * min(count, 4)."""
+        self.tile, self.lds, self.count = scale_tile, lds, count
+        if scale_tile is not None:
+            group, row = lane // MMA_M, lane % MMA_M
+            self.bases = [place + scale_tile.address(first_row + i * MMA_M + row, group) for i in range(0, count, 4)]
+
+    def __len__(self):
+        return 0 if self.tile is None else self.count
+
+    def read(self, k_slice):
+        """k_slice: number of the slice of 128 k, counted from the operand's first (Int32, uniform)."""
+        if self.tile is None:
+            return []
+        per_slot = SCALE_BLOCKS // LANE_GROUPS
+        k_slice = fx.Uint32(k_slice)
+        slot = (k_slice // per_slot) % self.tile.slots
+        at = fx.Int32(slot * self.tile.slot_bytes + k_slice % per_slot * self.tile.slice_bytes)
+        bases = [base + at for base in self.bases]
+        values = []
+        for i in range(self.count):
+            byte = lds_read(self.lds, bases[i // 4] + i % 4 * self.tile.fragment_bytes, 1, fx.Uint8)[0]
+            values.append(fx.Vector.filled(1, byte.to(fx.Int32), fx.Int32))
+        return values
+
+
+class BlockScales:
+    """gfx950: the scales of both operands of a workgroup's tile, from global memory to LDS; nothing where geo.scales is False."""
+
+    @staticmethod
+    def storage(geo, idle=False):
+        """Bytes of LDS by name. idle: also for loads that bring nothing (issue)."""
+        return {"scales": geo.scale_bytes + (geo.idle_bytes if idle else 0)} if geo.scales else {}
+
+    def __init__(self, geo, lds, arguments, m0, n0, lane, wave):
+        self.geo, self.lane, self.wave = geo, lane, wave
+        if not geo.scales:
+            return
+        self.lds = lds.scales.ptr
+        self.tiles = dict(zip("ab", geo.scale_tiles, strict=True))
+        self.place = {"a": 0, "b": self.tiles["a"].slots * self.tiles["a"].slot_bytes}
+        self.tensors = {"a": arguments.a_scale, "b": arguments.b_scale}
+        self.first_row = {"a": m0, "b": n0}
+        self.K = arguments.K
+
+    def reader(self, name, first_row, count):
+        """FragmentScales of `count` fragments from a row of the tile on."""
+        if not self.geo.scales:
+            return FragmentScales(None, None, 0, first_row, count, self.lane)
+        return FragmentScales(self.tiles[name], self.lds, self.place[name], first_row, count, self.lane)
+
+    def waves(self, name):
+        """Waves that it takes to bring the scales of SCALE_K k of an operand."""
+        return self.tiles[name].slot_bytes // (WAVE * CHUNK_BYTES)
+
+    def source(self, name, unit):
+        """What one wave brings: GlobalScales of the chunks from WAVE * unit on; unit is uniform."""
+        chunk = unit * WAVE + self.lane
+        return GlobalScales(self.tensors[name], self.tiles[name], self.first_row[name], self.K, chunk)
+
+    def slot(self, name, k0):
+        """Where in LDS the scales of SCALE_K k from k0 on lie."""
+        slot = (fx.Uint32(k0) // SCALE_K) % self.tiles[name].slots
+        return fx.Int32(slot * self.tiles[name].slot_bytes) + self.place[name]
+
+    def share(self):
+        """Deals the work out to the waves for issue()."""
+        if self.geo.scales:
+            units = [self.wave + load * (WORKGROUP // WAVE) for load in range(self.geo.scale_loads)]
+            self.units = [(unit, self.source("a", unit), self.source("b", unit - self.waves("a"))) for unit in units]
+
+    def issue(self, k0, stage):
+        """This wave's share of the scales of SCALE_K k from k0 (Int32, uniform, a multiple of tile_k) on. geo.scale_loads
+        loads, which bring nothing unless k0 is a multiple of SCALE_K. stage: that of the tile at k0."""
+        if not self.geo.scales:
+            return
+        wave_bytes = WAVE * CHUNK_BYTES
+        idle = self.geo.scale_bytes + stage * (self.geo.scale_loads * LOAD_BYTES)
+        for unit, a, b in self.units:
+            of_a = unit < self.waves("a")
+            brings = ((k0 & (SCALE_K - 1)) == 0) & (unit < self.waves("a") + self.waves("b"))
+            buffer = a.step(k0 >> 5).otherwise(of_a, b.step(k0 >> 5))
+            offset = select(brings, select(of_a, a.offset, b.offset), OUT_OF_RANGE)
+            place = select(of_a, self.slot("a", k0), self.slot("b", k0) - self.waves("a") * wave_bytes)
+            place = select(brings, place, idle) + unit * wave_bytes
+            buffer.load_to_lds(self.lds, place, offset)
+
+    def issue_one(self, name, k0):
+        """All scales of SCALE_K k of one operand with 4 * WAVE chunks. One load."""
+        if self.geo.scales:
+            source = self.source(name, self.wave)
+            source.step(k0 >> 5).load_to_lds(
+                self.lds, self.slot(name, k0) + self.wave * (WAVE * CHUNK_BYTES), source.offset
+            )
+
+    def issue_alternating(self, step):
+        """In step 2 * i those of a, in step 2 * i + 1 those of b, both for the i + 1st SCALE_K of K. One load."""
+        if not self.geo.scales:
+            return
+        step = fx.Int32(step)
+        of_a = (step & 1) == 0
+        k0 = ((step >> 1) + 1) * SCALE_K
+        a, b = self.source("a", self.wave), self.source("b", self.wave)
+        buffer = a.step(k0 >> 5).otherwise(of_a, b.step(k0 >> 5))
+        place = select(of_a, self.slot("a", k0), self.slot("b", k0)) + self.wave * (WAVE * CHUNK_BYTES)
+        buffer.load_to_lds(self.lds, place, select(of_a, a.offset, b.offset))

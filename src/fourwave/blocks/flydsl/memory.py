@@ -13,6 +13,7 @@ because whether it takes part in the range check differs between the guides.
 
 from flydsl import expr as fx
 from flydsl._mlir import ir
+from flydsl._mlir.dialects import arith as _arith
 from flydsl._mlir.dialects import llvm as _llvm
 from flydsl._mlir.dialects import rocdl as _rocdl
 from flydsl.expr import rocdl
@@ -73,6 +74,13 @@ class Buffer:
         )
 
     @dsl_loc_tracing
+    def otherwise(self, condition, other):
+        """This buffer where condition (uniform) holds, else other."""
+        chosen = object.__new__(Buffer)
+        chosen.rsrc = _arith.select(as_ir_value(fx.Boolean(condition)), self.rsrc, other.rsrc)
+        return chosen
+
+    @dsl_loc_tracing
     def load(self, offset, count, dtype):
         """count elements of dtype per lane, in registers; more than 16 bytes take two loads."""
         size = count * dtype.width // 8
@@ -101,6 +109,12 @@ class Buffer:
         _rocdl.raw_ptr_buffer_load_async_lds(
             self.rsrc, _lds_address(lds, lds_offset), _i32(16), _i32(offset), _i32(0), _i32(0)
         )
+
+
+def lds_struct(sizes):
+    """The type of a workgroup's LDS: arrays of bytes, 16-byte aligned, by name."""
+    fields = {name: fx.Array[fx.Uint8, size, 16] for name, size in sizes.items()}
+    return fx.struct(type("Storage", (), {"__annotations__": fields}))
 
 
 @dsl_loc_tracing

@@ -11,7 +11,10 @@ Fragment of either operand, 16-bit formats: lane l holds row l % 16, k = 8 * (l 
           (AMD CDNA3 ISA guide; AMD matrix instruction calculator).
 
 8-bit floats, slices of 128 and 64; registers hold them as 32-bit words:
-  gfx950  v_mfma_f32_16x16x128_f8f6f4, unscaled: row l % 16, k = 16 * (l // 16) + 0..15 and 64 more. OCP codes
+  gfx950  v_mfma_f32_16x16x128_f8f6f4: row l % 16, k = 16 * (l // 16) + 0..15 and 64 more. OCP codes
+          v_mfma_scale_f32_16x16x128_f8f6f4: the same, and the scale of row l % 16 and k = 32 * (l // 16) + 0..31 is byte
+          0 (op_sel) of a register of lane l: not the k of the lane's own elements (AMD CDNA4 ISA guide; confirmed by
+          Triton's kernels, tests/sim/test_matrix_triton.py)
   gfx942  two v_mfma_f32_16x16x32: row l % 16, k = 16 * (l // 16) + 0..15; the first takes bytes 0..7 of every lane, the
           second 8..15, on both sides. fnuz codes
 """
@@ -107,14 +110,19 @@ class WaveMma:
     def zero(self):
         return [fx.Vector.filled(ACC_PER_LANE, 0.0, fx.Float32) for _ in range(self.results)]
 
-    def step(self, a, b, acc):
-        """The fragments b[j] are finished with one by one, which frees their registers for those of the next slice."""
+    def step(self, a, b, acc, scales_a=(), scales_b=()):
+        """The fragments b[j] are finished with one by one, which frees their registers for those of the next slice.
+
+        scales_*: none, or for each fragment an Int32 whose byte 0 is, in lane l, the e8m0 scale of row l % 16 and the block of
+        32 k number l // 16 of the slice.
+        """
         out = list(acc)
         for j in range(self.frags_n):
             for part in range(self.parts):
                 for i in range(self.frags_m):
                     index = i * self.frags_n + j
-                    out[index] = self._mfma(self._part(b[j], part), self._part(a[i], part), out[index])
+                    scales = (scales_b[j][0], scales_a[i][0]) if scales_a else ()
+                    out[index] = self._mfma(self._part(b[j], part), self._part(a[i], part), out[index], scales)
         for i in range(self.sums):
             index = self.frags_m * self.frags_n + i
             out[index] = self._sum(a, i, out[index])
@@ -141,15 +149,16 @@ class WaveMma:
         return fragment.shuffle(fragment, list(range(part * size, (part + 1) * size)))
 
     @dsl_loc_tracing
-    def _mfma(self, first, second, acc):
+    def _mfma(self, first, second, acc, scales=()):
         first, second = self._operand(first), self._operand(second)
         if self.fmt.f8f6f4:
             formats = [ir.Attribute.parse(f"#rocdl<matrix_format {name}>") for name in self.fmt.f8f6f4]
             # Literal zeros for both scales are the unscaled instruction, not scales of 2**-127.
-            zero = as_ir_value(fx.Int32(0))
+            scale_first, scale_second = (as_ir_value(fx.Int32(scale)) for scale in scales or (0, 0))
             result = self._op(
-                vector_type(ACC_PER_LANE, fx.Float32), first, second, as_ir_value(acc), *formats, 0, zero, 0, zero
-            )
+                vector_type(ACC_PER_LANE, fx.Float32), first, second, as_ir_value(acc), *formats,
+                0, scale_first, 0, scale_second,
+            )  # fmt: skip
             return fx.Vector(result)
         plain = ir.Attribute.parse("#rocdl<mfma_perm_b none>")
         result = self._op(vector_type(ACC_PER_LANE, fx.Float32), first, second, as_ir_value(acc), 0, 0, plain)

@@ -38,6 +38,9 @@ MMA_N = 16  # columns of one result
 LANE_GROUPS = WAVE // MMA_M  # lanes that share a row of a fragment, each with its part of K
 LOAD_BYTES = WORKGROUP * CHUNK_BYTES  # bytes all four waves bring in with one load instruction each
 
+SCALE_BLOCKS = 16  # of 32 k each: scales of a row that one chunk holds
+SCALE_K = 32 * SCALE_BLOCKS
+
 LDS_BYTES = {"gfx950": 160 * 1024, "gfx942": 64 * 1024}  # per workgroup
 LDS_BANKS = {"gfx950": 64, "gfx942": 32}  # 4 bytes wide each
 REGISTERS = 512  # 32-bit vector registers (VGPR + AGPR) per lane at one wave per SIMD
@@ -226,6 +229,57 @@ class OperandTile:
 
 
 @dataclass(frozen=True)
+class ScaleTile:
+    """Scales of one operand tile in LDS: one byte per row (of M or N) and block of 32 k, SCALE_BLOCKS blocks at a time.
+
+    They come in chunks of 16 bytes, as many as the tile has rows, in the operand's memory order:
+      k_contiguous   chunk c: all blocks of the row that line c of the operand's image holds
+      otherwise      SCALE_BLOCKS lines of `extent` columns; chunks of line l are XORed with key(l)
+    A lane reads single bytes: those of row lane % 16 of a fragment, block lane // 16 of a slice of 128 k.
+    """
+
+    tile: OperandTile  # of 8-bit elements, not halved
+    slots: int  # a power of two; SCALE_K k each
+
+    @property
+    def chunks(self):
+        return self.tile.extent
+
+    @property
+    def slot_bytes(self):
+        return max(self.chunks, WAVE) * CHUNK_BYTES  # waves write whole
+
+    @property
+    def line_chunks(self):
+        """Where K is not contiguous."""
+        return self.tile.extent // CHUNK_BYTES
+
+    def key(self, line):
+        """XORed onto the chunk index: four lines that lane groups read at once lie in different banks."""
+        if self.line_chunks >= 16:
+            return (line & 3) << 2
+        return (line & 2) << 1 if self.line_chunks == 8 else line & 0
+
+    def address(self, row, lane_group):
+        """Byte offset inside a slot of the first slice's byte for row (or column) `row`. Rows (columns) up to the next
+        multiple of 64 (16 times the row's place in LDS, its fragment's line) follow at the same distance."""
+        if self.tile.k_contiguous:
+            return row * SCALE_BLOCKS + lane_group
+        chunk = (row // CHUNK_BYTES) ^ self.key(lane_group)
+        return lane_group * self.tile.extent + chunk * CHUNK_BYTES + row % CHUNK_BYTES
+
+    @property
+    def slice_bytes(self):
+        """Distance of the bytes of successive slices."""
+        return LANE_GROUPS * (1 if self.tile.k_contiguous else self.tile.extent)
+
+    @property
+    def fragment_bytes(self):
+        """Distance of the bytes of successive fragments, up to four."""
+        return MMA_M * (SCALE_BLOCKS if self.tile.k_contiguous else 1)
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Every size a GEMM kernel derives from its configuration and layout."""
 
@@ -238,6 +292,35 @@ class Geometry:
     group_m: int
     a: OperandTile
     b: OperandTile
+    scales: bool = False  # of blocks of 32 k, brought beside the operands
+
+    @property
+    def scale_slots(self):
+        """Slots of scales that are in use at once: of the tiles being loaded, and of the one being multiplied."""
+        need = -(-(self.num_stages - 1) * self.tile_k // SCALE_K) + 1
+        return 1 << (need - 1).bit_length()
+
+    @property
+    def scale_tiles(self):
+        """(a, b)"""
+        return ScaleTile(self.a, self.scale_slots), ScaleTile(self.b, self.scale_slots)
+
+    @property
+    def scale_bytes(self):
+        """LDS of the scales of both operands."""
+        return sum(tile.slots * tile.slot_bytes for tile in self.scale_tiles) if self.scales else 0
+
+    @property
+    def idle_bytes(self):
+        """LDS where loads that bring no scale leave zeros: every one that can be in flight has a place of its own."""
+        return self.num_stages * self.scale_loads * LOAD_BYTES
+
+    @property
+    def scale_loads(self):
+        """Loads one wave issues per K tile for scales. Most bring nothing: they keep the wait counts constant."""
+        if not self.scales:
+            return 0
+        return -(-sum(tile.slot_bytes for tile in self.scale_tiles) // LOAD_BYTES)
 
     @property
     def wave_tile_m(self):
@@ -268,7 +351,7 @@ class Geometry:
     @property
     def loads_per_tile(self):
         """Global loads one wave issues per K tile; each counts once in vmcnt."""
-        return self.a.loads + self.b.loads
+        return self.a.loads + self.b.loads + self.scale_loads
 
 
 _READ_B128_LANES = {

@@ -13,9 +13,9 @@ from fourwave.backends import guard
 from fourwave.ops.gemm.config import (
     MAX_TILE_BYTES,
     GemmConfig,
+    block_scaled,
     default_config,
     in_halves,
-    operand_tiles,
     why_unsupported,
 )
 from fourwave.ops.gemm.problem import FLOAT8, GemmProblem, GemmTensors
@@ -150,11 +150,11 @@ def run(
     if config is None:
         config, _ = default_config(problem, arch)
     notes: list[str] = []
-    a, b, bias = tensors.a, tensors.b, tensors.bias
-    if problem.K == 0:
-        # No element of the operands is read; they only need an address.
-        a = b = torch.zeros((1, ALIGN_BYTES), dtype=torch.uint8, device=a.device).view(a.dtype)
-    rows_a, rows_b = _tile_rows(problem, config, arch)
+    bias = tensors.bias
+    operands = {
+        name: _readable(name, tensor, rows, notes)
+        for name, tensor, rows in _read_in_chunks(problem, config, arch, tensors)
+    }
     targets = {name: _writable(getattr(tensors, name), config.tile_m) for name in _written(tensors)}
     for name, target in targets.items():
         if target is None:
@@ -169,9 +169,7 @@ def run(
             notes.append(_BIAS_COPIED)
     if tensors.bias_grad is not None:
         targets["bias_grad"] = tensors.bias_grad.contiguous()
-    prepared = tensors._replace(
-        a=_readable("a", a, rows_a, notes), b=_readable("b", b, rows_b, notes), bias=bias, **targets
-    )
+    prepared = tensors._replace(**operands, bias=bias, **targets)
     _launch(specialise(problem, config, arch, vectorised), _arguments(problem, prepared, None))
     for name, target in targets.items():
         written = getattr(tensors, name)
@@ -205,8 +203,7 @@ def copies(
 ) -> list[str]:
     """The notes that `run` would return for the same arguments; out None: a new, contiguous one. Nothing is copied."""
     notes = []
-    operands = zip("ab", (tensors.a, tensors.b), _tile_rows(problem, config, arch), strict=True)
-    for name, tensor, rows in operands:
+    for name, tensor, rows in _read_in_chunks(problem, config, arch, tensors):
         if (reason := _why_copied(_plain_strides(tensor), rows)) is not None:
             notes.append(f"{name} copied: {reason}")
     targets = {name: _writable(getattr(tensors, name), config.tile_m) for name in _written(tensors)}
@@ -218,13 +215,19 @@ def copies(
     return notes
 
 
-def _tile_rows(problem, config, arch):
-    """Rows in memory of a tile of a and of b."""
-    tile_a, tile_b = operand_tiles(config, problem.layout, problem.a_dtype.itemsize, arch)
-    return (
-        config.tile_k if problem.layout == "NT" else tile_a.extent,
-        tile_b.extent if problem.layout == "TN" else config.tile_k,
-    )
+def _read_in_chunks(problem, config, arch, tensors):
+    """(name, tensor, rows in memory of a tile) of what the kernel reads in chunks of 16 bytes."""
+    rows_a = config.tile_k if problem.layout == "NT" else config.tile_m
+    rows_b = config.tile_n if problem.layout == "TN" else config.tile_k
+    read = [("a", tensors.a, rows_a), ("b", tensors.b, rows_b)]
+    if block_scaled(problem):
+        scales = ((name, getattr(tensors, name).view(torch.uint8)) for name in ("a_scale", "b_scale"))
+        read += [(name, scale, rows) for (name, scale), rows in zip(scales, (rows_a, rows_b), strict=True)]
+    if problem.K > 0:
+        return read
+    # No element is read; they only need an address.
+    empty = torch.zeros((1, ALIGN_BYTES), dtype=torch.uint8, device=tensors.a.device)
+    return [(name, empty.view(tensor.dtype), rows) for name, tensor, rows in read]
 
 
 def _launch(spec, arguments):

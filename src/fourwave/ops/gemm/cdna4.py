@@ -3,6 +3,8 @@
 a        TN, NN: [M, K]; NT: [K, M]          bfloat16 or float16, inner stride 1, rows 16-byte aligned
          or float8_e4m3fn and float8_e5m2, in any mix of a and b (the largest tile: cdna4_halves.py)
 b        TN: [N, K]; NN, NT: [K, N]          as a
+a_scale, b_scale   of 8-bit operands, "1x32": float8_e8m0fnu in the operand's memory order, rows 16-byte aligned and zero
+                   past K, for the scaled matrix instruction ("tensor" and "row": epilogue.py)
 out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
 bias     [N], optional
 
@@ -21,6 +23,10 @@ Fragments are thus always read one slice ahead, and num_stages - 1 tiles are in 
 past K fetch nothing and land as zeros, so that the wait counts hold in the last steps as well.
 Every wave passes every barrier equally often, tails included.
 
+Block scales come beside the first tile of every SCALE_K of K: a chunk of 16 bytes is 16 blocks of a row, so that one load
+of all four waves brings those of 256 rows of a and b. The other tiles issue the same loads with nothing to bring, so that
+the wait counts hold. Scales are read from LDS as single bytes, with the fragments they belong to.
+
 Limits  tails in M, N and K are handled; 16-byte alignment and the row stride limit are checked in config.py and amd.py.
 Source  operand layout of V_MFMA_F32_16X16X32_BF16, V_MFMA_F32_16X16X128_F8F6F4, DS_READ_B64_TR_B16/B8 and LDS loads:
         AMD CDNA4 ISA guide.
@@ -30,25 +36,27 @@ import flydsl.compiler as flyc
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.epilogue import row_sums, store_tile
-from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, load_direct
-from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, uniform, wait_lds, wait_loads
+from fourwave.blocks.flydsl.loaders import BlockScales, Fragments, GlobalTile, load_direct
+from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, lds_struct, uniform, wait_lds, wait_loads
 from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
 from fourwave.ops.gemm.cdna import launcher
-from fourwave.ops.gemm.config import geometry
+from fourwave.ops.gemm.config import block_scaled, geometry
 
 ARCH = "gfx950"
 
 
 def build(spec, fmt, epi):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
-    geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH)
-
-    @fx.struct
-    class Storage:
-        a: fx.Array[fx.Uint8, geo.num_stages * geo.a.stage_bytes, 16]
-        b: fx.Array[fx.Uint8, geo.num_stages * geo.b.stage_bytes, 16]
+    geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, block_scaled(spec.problem))
+    storage = lds_struct(
+        {
+            "a": geo.num_stages * geo.a.stage_bytes,
+            "b": geo.num_stages * geo.b.stage_bytes,
+            **BlockScales.storage(geo, idle=True),
+        }
+    )
 
     @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
     def gemm_cdna4(arguments):
@@ -65,23 +73,31 @@ def build(spec, fmt, epi):
         )
         m0, n0 = m_tile * geo.tile_m, n_tile * geo.tile_n
 
-        lds = fx.SharedAllocator().allocate(Storage).peek()
+        lds = fx.SharedAllocator().allocate(storage).peek()
         lds_a, lds_b = lds.a.ptr, lds.b.ptr
         global_a = GlobalTile(arguments.a, geo.a, m0, K, thread)
         global_b = GlobalTile(arguments.b, geo.b, n0, K, thread)
         fragments_a = Fragments(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
         fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
         mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n, row_sums(epi, geo, wave_n))
+        scales = BlockScales(geo, lds, arguments, m0, n0, lane, wave)
+        scales_a = scales.reader("a", wave_m * geo.wave_tile_m, geo.frags_m)
+        scales_b = scales.reader("b", wave_n * geo.wave_tile_n, geo.frags_n)
+        num_scales = len(scales_a) + len(scales_b)
+        scales.share()
 
         def issue_loads(tile_index, stage):
             k0 = tile_index * geo.tile_k
+            scales.issue(k0, stage)
             load_direct(global_a, lds_a, stage * geo.a.stage_bytes, k0, wave)
             load_direct(global_b, lds_b, stage * geo.b.stage_bytes, k0, wave)
 
-        def read_fragments(stage, k_slice):
+        def read_fragments(k_tile, stage, k_slice):
+            number = k_tile * geo.num_slices + k_slice
             return (
                 fragments_a.read(lds_a, stage * geo.a.stage_bytes, k_slice),
                 fragments_b.read(lds_b, stage * geo.b.stage_bytes, k_slice),
+                scales_a.read(number) + scales_b.read(number),
             )
 
         # Prologue: fill every stage; the first fragments once tile 0 has landed.
@@ -89,45 +105,48 @@ def build(spec, fmt, epi):
             issue_loads(fx.Int32(stage), stage)
         wait_loads(in_flight=(geo.num_stages - 1) * geo.loads_per_tile)
         barrier()
-        frag_a, frag_b = read_fragments(fx.Int32(0), 0)
+        frag_a, frag_b, scale = read_fragments(fx.Int32(0), fx.Int32(0), 0)
 
-        # Main loop, tiles_per_step K tiles a step. State: stage of tile k, its first fragments, the accumulators.
+        # Main loop, tiles_per_step K tiles a step. State: stage of tile k, its first fragments and their scales, the
+        # accumulators.
         num_steps = num_tiles(K, geo.tile_k * geo.tiles_per_step)
-        state = [fx.Int32(0)] + frag_a + frag_b + mma.zero()
+        state = [fx.Int32(0)] + frag_a + frag_b + scale + mma.zero()
         for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
             stage = fx.Int32(state[0])
             values = [fx.Vector(value) for value in state[1:]]
             frag_a = values[: geo.frags_m]
             frag_b = values[geo.frags_m : geo.frags_m + geo.frags_n]
-            acc = values[geo.frags_m + geo.frags_n :]
+            scale = values[geo.frags_m + geo.frags_n :][:num_scales]
+            acc = values[geo.frags_m + geo.frags_n + num_scales :]
             for tile in fx.range_constexpr(geo.tiles_per_step):
                 next_stage = (stage == geo.num_stages - 1).select(fx.Int32(0), stage + 1)
                 for k_slice in fx.range_constexpr(geo.num_slices):
+                    k_tile = fx.Int32(step) * geo.tiles_per_step + tile
                     if fx.const_expr(k_slice < geo.num_slices - 1):
-                        next_a, next_b = read_fragments(stage, k_slice + 1)
+                        next_a, next_b, next_scale = read_fragments(k_tile, stage, k_slice + 1)
                     else:
                         wait_lds()
                         # In flight: tiles k + 1 .. k + num_stages - 1. All but the oldest may stay so.
                         wait_loads(in_flight=(geo.num_stages - 2) * geo.loads_per_tile)
                         barrier()
                         keep_order()
-                        k_tile = fx.Int32(step) * geo.tiles_per_step + tile
                         issue_loads(k_tile + geo.num_stages, stage)
-                        next_a, next_b = read_fragments(next_stage, 0)
-                    acc = mma.step(frag_a, frag_b, acc)
+                        next_a, next_b, next_scale = read_fragments(k_tile + 1, next_stage, 0)
+                    acc = mma.step(frag_a, frag_b, acc, scale[: len(scales_a)], scale[len(scales_a) :])
                     loads = geo.loads_per_tile if k_slice == geo.num_slices - 1 else 0
-                    interleave(mma.instructions, loads=loads, reads=fragments_a.reads + fragments_b.reads)
+                    reads = fragments_a.reads + fragments_b.reads + num_scales
+                    interleave(mma.instructions, loads=loads, reads=reads)
                     # Multiplications of one slice stay with its reads: behind the barrier they would hold it up.
                     keep_order()
-                    frag_a, frag_b = next_a, next_b
+                    frag_a, frag_b, scale = next_a, next_b, next_scale
                 stage = next_stage
-            results = yield [stage] + frag_a + frag_b + acc
+            results = yield [stage] + frag_a + frag_b + scale + acc
 
         # Drain: only loads past K are left; they must not land in LDS that another workgroup may own by then.
         wait_loads(in_flight=0)
 
         # Epilogue.
-        acc = [fx.Vector(value) for value in results[1 + geo.frags_m + geo.frags_n :]]
+        acc = [fx.Vector(value) for value in results[1 + geo.frags_m + geo.frags_n + num_scales :]]
         store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane)
 
     return launcher(gemm_cdna4, geo)

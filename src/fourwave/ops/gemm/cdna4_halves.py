@@ -14,6 +14,9 @@ In flight after each wait: halves p + 3 .. p + 8, seven phases between a load an
 free half of b take the next tile's first halves, b's changing places: a step has two tiles. An odd last one is zeros.
 Every wave passes every barrier equally often, tails included.
 
+Block scales (cdna4.py): those of a come in the first phase of even steps, those of b in the first phase of odd ones, each
+for the SCALE_K (two steps) that the next even step begins with. One load more in flight for the next six phases.
+
 Limits  as cdna4.py.
 Source  as cdna4.py; reading a tile's quadrants while others are loaded follows published eight-wave and four-wave kernels
         (HipKittens; FlyDSL kernels/).
@@ -23,13 +26,13 @@ import flydsl.compiler as flyc
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.epilogue import store_tile
-from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, load_direct
-from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, uniform, wait_lds, wait_loads
+from fourwave.blocks.flydsl.loaders import BlockScales, Fragments, GlobalTile, load_direct
+from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, lds_struct, uniform, wait_lds, wait_loads
 from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
 from fourwave.ops.gemm.cdna import launcher
-from fourwave.ops.gemm.config import geometry
+from fourwave.ops.gemm.config import block_scaled, geometry
 
 ARCH = "gfx950"
 NUM_STAGES = 2
@@ -40,17 +43,22 @@ NUM_HALVES = NUM_STAGES * len(ORDER)  # slots
 
 def build(spec, fmt, epi):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
-    geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH)
+    geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, block_scaled(spec.problem))
     tiles = {"a": geo.a.half(geo.waves_m), "b": geo.b.half(geo.waves_n)}
     frags_m, frags_n = geo.frags_m // 2, geo.frags_n // 2
     loads = {name: tile.loads for name, tile in tiles.items()}
-    # Loads of the six halves after the one that phase f waits for.
-    in_flight = [sum(loads[ORDER[(f + i) % 4][0]] for i in range(3, 9)) for f in range(4)]
-
-    @fx.struct
-    class Storage:
-        a: fx.Array[fx.Uint8, NUM_STAGES * geo.a.stage_bytes, 16]
-        b: fx.Array[fx.Uint8, NUM_STAGES * geo.b.stage_bytes, 16]
+    # Loads of the six halves after the one that phase f of a step waits for, and of scales in the first phase.
+    in_flight = [
+        sum(loads[ORDER[(f + i) % 4][0]] for i in range(3, 9)) + (1 if geo.scales and 1 <= f <= 6 else 0)
+        for f in range(8)
+    ]
+    storage = lds_struct(
+        {
+            "a": NUM_STAGES * geo.a.stage_bytes,
+            "b": NUM_STAGES * geo.b.stage_bytes,
+            **BlockScales.storage(geo),
+        }
+    )
 
     @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
     def gemm_cdna4_halves(arguments):
@@ -67,8 +75,8 @@ def build(spec, fmt, epi):
         )
         m0, n0 = m_tile * geo.tile_m, n_tile * geo.tile_n
 
-        storage = fx.SharedAllocator().allocate(Storage).peek()
-        lds = {"a": storage.a.ptr, "b": storage.b.ptr}
+        shared = fx.SharedAllocator().allocate(storage).peek()
+        lds = {"a": shared.a.ptr, "b": shared.b.ptr}
         sources = {
             (name, half): GlobalTile(tensor, tiles[name], first + half * tiles[name].split, K, thread)
             for name, tensor, first in (("a", arguments.a, m0), ("b", arguments.b, n0))
@@ -79,6 +87,14 @@ def build(spec, fmt, epi):
             "b": Fragments(tiles["b"], fmt, wave_n * tiles["b"].split, frags_n, lane),
         }
         mma = WaveMma(fmt, ARCH, frags_m, frags_n)
+        scales = BlockScales(geo, shared, arguments, m0, n0, lane, wave)
+        scale_readers = {
+            (name, half): scales.reader(name, wave_part * tiles[name].split * 2 + half * tiles[name].split, count)
+            for name, wave_part, count in (("a", wave_m, frags_m), ("b", wave_n, frags_n))
+            for half in (0, 1)
+        }
+        num_scales = {name: len(scale_readers[name, 0]) for name in "ab"}
+        count_a, count_b = frags_m + num_scales["a"], frags_n + num_scales["b"]
 
         def slot_offset(name, half, stage):
             return (stage * 2 + half) * tiles[name].stage_bytes
@@ -88,29 +104,39 @@ def build(spec, fmt, epi):
             tile, place = half_index // 4, half_index % 4
             name, half = ORDER[place]
             k0 = (k_tile + tile) * geo.tile_k
-            load_direct(sources[name, half], lds[name], slot_offset(name, half, tile % NUM_STAGES), k0, wave)
+            # Asked anew: the compiler would keep the LDS address of each of the loop's loads in a register of its own.
+            own = uniform(thread // WAVE)
+            load_direct(sources[name, half], lds[name], slot_offset(name, half, tile % NUM_STAGES), k0, own)
 
-        def read_fragments(half_index):
+        def read_fragments(k_tile, half_index):
+            """Fragments, and behind them their scales."""
             name, half = ORDER[half_index % 4]
-            return readers[name].read(lds[name], slot_offset(name, half, half_index // 4 % NUM_STAGES), 0)
+            fragments = readers[name].read(lds[name], slot_offset(name, half, half_index // 4 % NUM_STAGES), 0)
+            return fragments + scale_readers[name, half].read(k_tile + half_index // 4)
 
-        def multiply(frag_a, frag_b, acc, half_a, half_b):
+        def multiply(values_a, values_b, acc, half_a, half_b):
+            (frag_a, scale_a), (frag_b, scale_b) = (
+                (values[:count], values[count:]) for values, count in ((values_a, frags_m), (values_b, frags_n))
+            )
             where = [
                 (half_a * frags_m + i) * geo.frags_n + half_b * frags_n + j
                 for i in range(frags_m)
                 for j in range(frags_n)
             ]
             acc = list(acc)
-            for at, value in zip(where, mma.step(frag_a, frag_b, [acc[at] for at in where]), strict=True):
+            products = mma.step(frag_a, frag_b, [acc[at] for at in where], scale_a, scale_b)
+            for at, value in zip(where, products, strict=True):
                 acc[at] = value
             return acc
 
-        # Prologue: fill every slot; the fragments of the first two halves, and the load into the slot that frees.
+        # Prologue: the first scales; fill every slot; the fragments of the first two halves, and the load into the slot that frees.
+        scales.issue_one("a", fx.Int32(0))
+        scales.issue_one("b", fx.Int32(0))
         for index in fx.range_constexpr(NUM_HALVES):
             issue_loads(fx.Int32(0), index)
         wait_loads(in_flight=sum(loads[ORDER[i % 4][0]] for i in range(2, NUM_HALVES)))
         barrier()
-        first_a, first_b = read_fragments(0), read_fragments(1)
+        first_a, first_b = read_fragments(fx.Int32(0), 0), read_fragments(fx.Int32(0), 1)
         wait_lds()
         barrier()
         issue_loads(fx.Int32(0), NUM_HALVES)
@@ -121,26 +147,32 @@ def build(spec, fmt, epi):
         state = first_a + first_b + zero
         for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
             values = [fx.Vector(value) for value in state]
-            held = {("a", 0): values[:frags_m], ("b", 0): values[frags_m : frags_m + frags_n]}
-            acc = values[frags_m + frags_n :]
+            held = {("a", 0): values[:count_a], ("b", 0): values[count_a : count_a + count_b]}
+            acc = values[count_a + count_b :]
             k_tile = fx.Int32(step) * 2
             for tile in fx.range_constexpr(2):
                 coming = {}
                 for phase in fx.range_constexpr(4):
                     index = tile * 4 + phase
                     wait_lds()
-                    wait_loads(in_flight=in_flight[phase])
+                    wait_loads(in_flight=in_flight[index])
                     barrier()
                     keep_order()
+                    if fx.const_expr(index == 0):
+                        scales.issue_alternating(step)
                     issue_loads(k_tile, index + 1 + NUM_HALVES)
                     name, half = ORDER[(phase + 2) % 4]
                     if fx.const_expr(phase < 2):
-                        held[name, half] = read_fragments(index + 2)
+                        held[name, half] = read_fragments(k_tile, index + 2)
                     else:
-                        coming[name, half] = read_fragments(index + 2)
+                        coming[name, half] = read_fragments(k_tile, index + 2)
                     half_a, half_b = QUADRANTS[phase]
                     acc = multiply(held["a", half_a], held["b", half_b], acc, half_a, half_b)
-                    interleave(mma.instructions, loads=loads[ORDER[(phase + 1) % 4][0]], reads=readers[name].reads)
+                    interleave(
+                        mma.instructions,
+                        loads=loads[ORDER[(phase + 1) % 4][0]],
+                        reads=readers[name].reads + num_scales[name],
+                    )
                     # Multiplications of one phase stay with its reads: behind the barrier they would hold it up.
                     keep_order()
                 held = coming
@@ -150,7 +182,7 @@ def build(spec, fmt, epi):
         wait_loads(in_flight=0)
 
         # Epilogue.
-        acc = [fx.Vector(value) for value in results[frags_m + frags_n :]]
+        acc = [fx.Vector(value) for value in results[count_a + count_b :]]
         store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane)
 
     return launcher(gemm_cdna4_halves, geo)

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fourwave.blocks.flydsl.tiles import LDS_BANKS, LDS_BYTES, REGISTERS, WAVE, Geometry, OperandTile
+from fourwave.blocks.flydsl.tiles import (
+    LDS_BANKS,
+    LDS_BYTES,
+    REGISTERS,
+    SCALE_K,
+    WAVE,
+    Geometry,
+    OperandTile,
+)
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.problem import GemmProblem
@@ -28,8 +36,10 @@ MAX_EXTENT = 2**31 - 2**12  # sizes are int32, and rounding up to a tile must no
 RESERVED = 48  # registers per lane for addresses, loop state, epilogue
 # What of GemmProblem.why_refused the kernels know, on either machine.
 FEATURES = frozenset(f"scaling:{a}x{b}" for a in (None, "tensor", "row") for b in (None, "tensor", "row")) | {
-    "preactivation", "bias_grad",
-}  # fmt: skip
+    "scaling:1x32x1x32",
+    "preactivation",
+    "bias_grad",
+}
 ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu")
 
 
@@ -154,7 +164,7 @@ def default_config(problem: GemmProblem, arch: str) -> tuple[GemmConfig, list[st
     ]
     if problem.M <= config.tile_m < 64:
         reasons.append(f"M={problem.M}: taller tiles would multiply rows that do not exist")
-    lds = lds_bytes(config, problem.layout, elem_bytes, arch)
+    lds = lds_bytes(config, problem.layout, elem_bytes, arch, block_scaled(problem))
     reasons.append(f"{config.num_stages} stages of tile_k={config.tile_k}: {lds} of {LDS_BYTES[arch]} bytes of LDS")
     return config, reasons
 
@@ -196,16 +206,24 @@ def operand_tiles(config: GemmConfig, layout: str, elem_bytes: int, arch: str) -
     )
 
 
-def geometry(config: GemmConfig, layout: str, elem_bytes: int, arch: str) -> Geometry:
+def geometry(config: GemmConfig, layout: str, elem_bytes: int, arch: str, scales: bool = False) -> Geometry:
+    """scales: of blocks of 32 k, brought beside the operands."""
     a, b = operand_tiles(config, layout, elem_bytes, arch)
     return Geometry(
         config.tile_m, config.tile_n, config.tile_k, config.num_stages, config.waves_m, config.waves_n, config.group_m,
-        a, b,
+        a, b, scales,
     )  # fmt: skip
 
 
-def lds_bytes(config: GemmConfig, layout: str, elem_bytes: int, arch: str) -> int:
-    return config.num_stages * sum(tile.stage_bytes for tile in operand_tiles(config, layout, elem_bytes, arch))
+def lds_bytes(config: GemmConfig, layout: str, elem_bytes: int, arch: str, scales: bool = False) -> int:
+    geo = geometry(config, layout, elem_bytes, arch, scales)
+    idle = 0 if in_halves(config, elem_bytes, arch) else geo.idle_bytes
+    return config.num_stages * (geo.a.stage_bytes + geo.b.stage_bytes) + geo.scale_bytes + idle
+
+
+def block_scaled(problem: GemmProblem) -> bool:
+    """Whether the operands have a scale for each block of 32 k."""
+    return problem.a_scaling == problem.b_scaling == "1x32"
 
 
 def min_registers(config: GemmConfig, elem_bytes: int, arch: str) -> int:
@@ -265,12 +283,16 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
 
 def _why_operands_unsupported(problem, arch):
     a, b = problem.a_dtype, problem.b_dtype
+    if block_scaled(problem) and arch != "gfx950":
+        return f"scales of blocks of 32: the matrix unit of {arch} takes none"
     if a.itemsize == b.itemsize == 1 and a.is_floating_point and b.is_floating_point:
         for name, dtype in (("a", a), ("b", b)):
             if dtype not in FLOAT8[arch]:
                 known = " and ".join(str(each).removeprefix("torch.") for each in FLOAT8[arch])
                 return f"{name} is {dtype}: the matrix unit of {arch} reads codes as {known}"
         return None
+    if block_scaled(problem):
+        return f"scales of blocks of 32 and operands of {a} and {b}: they belong to 8-bit floats"
     if a != b:
         return f"a is {a} and b is {b}: the kernels take one type for both, or two 8-bit floats"
     if a not in (torch.bfloat16, torch.float16):
@@ -300,22 +322,25 @@ def _why_config_unsupported(problem, config, arch):
     for tile in (a, b):
         if (reason := tile.problem()) is not None:
             return reason
-    lds = lds_bytes(config, problem.layout, elem_bytes, arch)
+    lds = lds_bytes(config, problem.layout, elem_bytes, arch, block_scaled(problem))
     if lds > LDS_BYTES[arch]:
         return f"{lds} bytes of LDS: {arch} has {LDS_BYTES[arch]} per workgroup"
     if arch == "gfx950":
         if config.num_stages < 2:
             return f"num_stages={config.num_stages}: at least 2 are needed"
         if in_halves(config, elem_bytes, arch):
+            least = 256 if block_scaled(problem) else 128
             if (config.waves_m, config.waves_n, config.tile_k) != (2, 2, slice_k) or min(
                 config.tile_m, config.tile_n
-            ) < 128:
+            ) < least:
                 return (
                     f"num_stages=2: tiles of 8-bit operands are brought in halves, which takes 2x2 waves, "
-                    f"tile_k={slice_k} and at least 128x128"
+                    f"tile_k={slice_k} and at least {least}x{least}"
                 )
         elif config.num_stages == 2 and lds * 3 // 2 <= LDS_BYTES[arch]:
             return "num_stages=2: every wait would drain all loads, and LDS has room for a third stage"
+        if block_scaled(problem) and SCALE_K % config.tile_k:
+            return f"tile_k={config.tile_k}: scales come for {SCALE_K} of K at a time, which it must divide"
         # 4 KiB of LDS for each load in flight: what fits in LDS is less than s_waitcnt can count.
     elif config.num_stages != 2:
         return f"num_stages={config.num_stages}: the gfx942 kernel has 2 LDS buffers and one more tile in registers"

@@ -1,0 +1,228 @@
+"""MXFP8 GEMM kernels on the simulator: which scale meets which codes, tails, NaN, LDS banks.
+
+Truth is float64 from the values of the codes times the scales; the bound is that of a float32 sum in any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fourwave import sim
+from fourwave.blocks.flydsl.tiles import SCALE_BLOCKS, bank_conflicts
+from fourwave.ops.gemm import amd
+from fourwave.ops.gemm.config import block_scaled, candidates_for, geometry, lds_bytes, why_unsupported
+from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+
+needs_sim = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
+
+LAYOUTS = ("TN", "NN", "NT")
+E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
+FP32 = torch.float32
+SCALED_ARCHS = ("gfx950",)
+CONFIGS = range(5)
+
+
+def problem_of(M, N, K, layout, dtypes=(E4M3, E5M2)):
+    return GemmProblem(M, N, K, layout, *dtypes, FP32, a_scaling="1x32", b_scaling="1x32")
+
+
+def config_of(arch, layout, index):
+    configs = candidates_for(problem_of(64, 64, 64, layout), arch)
+    assert len(configs) == len(CONFIGS)
+    return configs[index]
+
+
+def codes(shape, dtype, seed):
+    """Every finite value of the format in the lower half of its range, and zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, shape, generator=generator).to(torch.uint8).view(dtype).float()
+    return torch.where(values.abs() < 16, values, values.sign()).nan_to_num(1.0).to(dtype)
+
+
+def exponents(shape, low, high, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(low, high, shape, generator=generator) + 127
+
+
+def by_row(tensor, rowwise):
+    """[M or N, K or blocks]"""
+    return tensor if rowwise else tensor.T
+
+
+def dequantized(data, scale, rowwise):
+    values = by_row(data.double(), rowwise)
+    factors = torch.exp2(by_row(scale.view(torch.uint8), rowwise).double() - 127)
+    factors = factors.masked_fill(by_row(scale.view(torch.uint8), rowwise) == 255, float("nan"))
+    return values * factors.repeat_interleave(32, 1)[:, : values.shape[1]]
+
+
+def in_place(tensor):
+    """The same values where 0xFF (a NaN scale, NaN codes) lies before, behind and between the rows."""
+    rows, columns = tensor.shape
+    pitch = -(-columns // 16) * 16 + 16
+    storage = torch.full((rows + 2, pitch), 255, dtype=torch.uint8)
+    view = storage[1:-1, :columns]
+    view.copy_(tensor.view(torch.uint8))
+    return view.view(tensor.dtype)
+
+
+def run(arch, problem, config, a, b, a_scale, b_scale, **options):
+    out = torch.full((problem.M, problem.N), float("nan"))
+    tensors = GemmTensors(a, b, out, a_scale=a_scale, b_scale=b_scale)
+    with sim.session(arch=arch, **options) as report:
+        notes = amd.run(problem, config, arch, tensors)
+    assert not report.findings, report.findings
+    return out, notes, report
+
+
+def check(arch, problem, config, seed=0, **options):
+    rowwise = (problem.layout != "NT", problem.layout == "TN")
+    a, b = codes(problem.a_shape, problem.a_dtype, seed), codes(problem.b_shape, problem.b_dtype, seed + 1)
+    scales = [
+        exponents(shape, -6, 7, seed + 2 + i).to(torch.uint8).view(E8M0)
+        for i, shape in enumerate((problem.a_scale_shape, problem.b_scale_shape))
+    ]
+    out, _, report = run(arch, problem, config, in_place(a), in_place(b), *scales, **options)
+    left, right = (dequantized(*each) for each in zip((a, b), scales, rowwise))
+    bound = problem.K * 2.0**-24 * (left.abs() @ right.abs().T)
+    assert ((out.double() - left @ right.T).abs() <= bound).all()
+    return report
+
+
+@needs_sim
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("index", CONFIGS)
+@pytest.mark.parametrize("arch", SCALED_ARCHS)
+def test_tails_and_banks(arch, index, layout):
+    config = config_of(arch, layout, index)
+    report = check(
+        arch, problem_of(config.tile_m, config.tile_n, config.tile_k, layout), config, count_bank_conflicts=True
+    )
+    counters = report.launches[0].counters
+    assert counters["lds_read_cycles"] == counters["lds_read_cycles_ideal"]
+    check(arch, problem_of(config.tile_m + 13, config.tile_n + 35, 1041, layout), config)
+
+
+@needs_sim
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("arch", SCALED_ARCHS)
+def test_sizes(arch, layout):
+    """K below a block, at whole chunks of scales, past them; operands that are read in place and such that are copied."""
+    for M, N, K in ((16, 48, 7), (48, 80, 512), (33, 31, 513), (64, 64, 2080), (80, 16, 96)):
+        check(arch, problem_of(M, N, K, layout), config_of(arch, layout, 2), seed=K)
+
+
+@needs_sim
+@pytest.mark.parametrize("options", [{"completion": "early"}, {"schedule": "reverse"}], ids=["early", "reverse"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("arch", SCALED_ARCHS)
+def test_order_does_not_matter(arch, layout, options):
+    for index in (0, 4):
+        config = config_of(arch, layout, index)
+        check(arch, problem_of(config.tile_m, config.tile_n + 16, 1056, layout), config, **options)
+
+
+@needs_sim
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("index", CONFIGS)
+@pytest.mark.parametrize("arch", SCALED_ARCHS)
+def test_sums_of_scales_are_exact(arch, index, layout):
+    """Ones, with a power of two of its own for each row and block of K: every sum is exact, and a scale taken from
+    another row or block changes it (but for blocks that a and b confuse alike: test_sizes)."""
+    config = config_of(arch, layout, index)
+    M, N, K = config.tile_m, config.tile_n, 512
+    problem = problem_of(M, N, K, layout, (E4M3, E4M3))
+    block = torch.arange(K // 32)
+    rows_a, rows_b = (block + torch.arange(M)[:, None] * 7) % 16, (block // 2 + torch.arange(N)[:, None]) % 4
+    expected = 32 * (2.0 ** rows_a.double() @ 2.0 ** rows_b.double().T)
+    assert len(set(map(tuple, rows_a[:16].tolist()))) == 16, "neighbouring rows differ"
+    a, b = torch.ones(problem.a_shape).to(E4M3), torch.ones(problem.b_shape).to(E4M3)
+    a_scale, b_scale = (
+        by_row(rows + 127, rowwise).contiguous().to(torch.uint8).view(E8M0)
+        for rows, rowwise in ((rows_a, layout != "NT"), (rows_b, layout == "TN"))
+    )
+    out, notes, _ = run(arch, problem, config, a, b, a_scale, b_scale)
+    assert notes == []
+    assert torch.equal(out.double(), expected)
+
+
+@needs_sim
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("arch", SCALED_ARCHS)
+def test_extreme_scales_and_nan(arch, layout):
+    """2**-127 times 2**127; a NaN scale makes its row NaN, and no other."""
+    problem = problem_of(32, 48, 96, layout, (E4M3, E4M3))
+    a, b = torch.ones(problem.a_shape).to(E4M3), torch.ones(problem.b_shape).to(E4M3)
+    rows_a, rows_b = torch.zeros(32, 3, dtype=torch.uint8), torch.full((48, 3), 254, dtype=torch.uint8)
+    rows_a[17, 2] = 255
+    a_scale = by_row(rows_a, layout != "NT").contiguous().view(E8M0)
+    b_scale = by_row(rows_b, layout == "TN").contiguous().view(E8M0)
+    out, _, _ = run(arch, problem, config_of(arch, layout, 2), a, b, a_scale, b_scale)
+    expected = torch.full((32, 48), 96.0)
+    expected[17] = float("nan")
+    assert torch.equal(out.nan_to_num(-1.0), expected.nan_to_num(-1.0))
+
+
+@needs_sim
+@pytest.mark.parametrize("arch", SCALED_ARCHS)
+def test_scales_that_are_copied_are_named(arch):
+    problem = problem_of(32, 48, 64, "TN")
+    a, b = codes(problem.a_shape, E4M3, 0), codes(problem.b_shape, E5M2, 1)
+    scales = [torch.full(shape, 127, dtype=torch.uint8).view(E8M0) for shape in ((32, 2), (48, 2))]
+    _, notes, _ = run(arch, problem, config_of(arch, "TN", 2), a, b, *scales)
+    assert notes == [f"{name}_scale copied: row stride not 16-byte aligned" for name in "ab"]
+    assert notes == amd.copies(
+        problem, config_of(arch, "TN", 2), arch, GemmTensors(a, b, torch.empty(32, 48), None, 1.0, *scales)
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("index", CONFIGS)
+def test_single_byte_reads_without_bank_conflicts(index, layout):
+    """gfx950: 64 lanes, 64 banks. Row lane % 16 of a fragment, block lane // 16 of a slice."""
+    config = config_of("gfx950", layout, index)
+    geo = geometry(config, layout, 1, "gfx950", scales=True)
+    for tile in geo.scale_tiles:
+        where = {}  # (row or column, block) -> byte, as the loads leave them
+        for chunk in range(tile.chunks):
+            for byte in range(16):
+                if tile.tile.k_contiguous:
+                    where[tile.tile.source_row(chunk), byte] = chunk * 16 + byte
+                else:
+                    line, column = divmod(chunk, tile.line_chunks)
+                    where[(column ^ tile.key(line)) * 16 + byte, line] = chunk * 16 + byte
+        assert len(where) == tile.chunks * 16
+        for fragment in range(tile.tile.extent // 16):
+            for k_slice in range(SCALE_BLOCKS // 4):
+                addresses = [
+                    where[tile.tile.fragment_row(fragment, lane % 16), 4 * k_slice + lane // 16] for lane in range(64)
+                ]
+                four = fragment // 4 * 4
+                assert addresses == [
+                    tile.address(four * 16 + lane % 16, lane // 16)
+                    + (fragment - four) * tile.fragment_bytes
+                    + k_slice * tile.slice_bytes
+                    for lane in range(64)
+                ]
+                assert bank_conflicts([address // 4 * 4 for address in addresses], [range(64)], 4, 64) == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_supported(layout):
+    good = problem_of(64, 64, 64, layout)
+    assert block_scaled(good)
+    for config in (None, *candidates_for(good, "gfx950")):
+        assert why_unsupported(good, config, "gfx950") is None
+    for config in candidates_for(good, "gfx950"):
+        assert lds_bytes(config, layout, 1, "gfx950", True) > lds_bytes(config, layout, 1, "gfx950")
+    one_sided = dataclasses.replace(good, b_scaling=None)
+    assert "1x32xNone" in (why_unsupported(one_sided, None, "gfx950") or "")
+    plain = dataclasses.replace(good, a_dtype=torch.bfloat16, b_dtype=torch.bfloat16)
+    assert why_unsupported(plain, None, "gfx950") is not None
+    small_halves = dataclasses.replace(candidates_for(good, "gfx950")[0], tile_m=128)
+    assert "256x256" in (why_unsupported(good, small_halves, "gfx950") or "")
+    deep = dataclasses.replace(candidates_for(good, "gfx950")[4], tile_k=1024, num_stages=3)
+    assert why_unsupported(good, deep, "gfx950") is not None
