@@ -1,0 +1,378 @@
+"""Delayed scaling: scales and histories over steps, whatever else happens between and within them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import checkpoint as torch_checkpoint
+
+import fourwave as fw
+from fourwave import nn as fnn
+
+R = fw.recipes
+FMAX = {"hybrid": (448.0, 448.0, 57344.0), "e4m3": (448.0, 448.0, 448.0)}
+
+
+def data(seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * 2.0 ** (seed % 5)
+
+
+class Expected:
+    """The rule of Transformer Engine (_default_sf_compute, _update_amax_history), with value = code * scale."""
+
+    def __init__(self, recipe: Any, largest: tuple[float, ...]) -> None:
+        self.recipe, self.largest = recipe, largest
+        self.scale = [1.0] * 3
+        self.history = [[0.0] * 3 for _ in range(recipe.amax_history_len)]
+
+    def update(self) -> None:
+        for i, top in enumerate(self.largest):
+            column = [row[i] for row in self.history]
+            amax = max(column) if self.recipe.amax_compute_algo == "max" else column[0]
+            if 0 < amax < float("inf"):
+                self.scale[i] = amax / top * 2.0**self.recipe.margin
+        self.history = [[0.0] * 3, *self.history[2:], self.history[0]] if len(self.history) > 1 else [[0.0] * 3]
+
+    def record(self, *tensors: torch.Tensor) -> None:
+        for i, t in enumerate(tensors):
+            self.history[0][i] = max(self.history[0][i], float(t.detach().abs().max()))
+
+
+@pytest.mark.parametrize("fp8_format", FMAX)
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize(("length", "margin"), [(1, 0), (3, 1), (8, 0)])
+def test_scales_follow_the_rule(fp8_format: str, algo: str, length: int, margin: int) -> None:
+    recipe = R.DelayedScaling(fp8_format, margin, length, algo)
+    linear = fnn.Linear(32, 64)
+    expected = Expected(recipe, FMAX[fp8_format])
+    for step in range(6):
+        x, g = data(step, 5, 32), data(step + 3, 5, 64)
+        if step == 3:
+            x = torch.zeros_like(x)  # amax 0 keeps the scale once the others have left the history
+        with fw.autocast(recipe=recipe):
+            y = linear(x.requires_grad_())
+        y.backward(g)
+        expected.update() if step else None
+        expected.record(x, linear.weight, g)
+        scale, history = linear.delayed_scale, linear.delayed_amax_history
+        assert scale is not None and history is not None
+        torch.testing.assert_close(scale, torch.tensor(expected.scale), rtol=2**-22, atol=0)
+        assert torch.equal(history, torch.tensor(expected.history)), step
+
+
+def test_amax_that_is_not_finite_keeps_the_scale() -> None:
+    recipe = R.DelayedScaling(amax_history_len=2)
+    linear = fnn.Linear(32, 32)
+    before = None
+    for step in range(3):
+        x = data(step, 4, 32)
+        if step == 1:
+            x[0, 0] = float("inf")
+        with fw.autocast(recipe=recipe):
+            linear(x.requires_grad_()).sum().backward()
+        assert linear.delayed_scale is not None
+        if step == 1:
+            before = linear.delayed_scale[0].clone()
+    assert before is not None and linear.delayed_scale is not None
+    assert torch.equal(linear.delayed_scale[0], before) and float(before) != 1.0
+
+
+def test_functions_of_the_recipe_are_called() -> None:
+    def amax(history: torch.Tensor) -> torch.Tensor:
+        return history.mean(0)
+
+    def scale(amax: torch.Tensor, old: torch.Tensor, largest: torch.Tensor, recipe: Any) -> torch.Tensor:
+        assert largest.tolist() == [448, 448, 57344] and recipe.margin == 2
+        return amax * 3
+
+    recipe = R.DelayedScaling(margin=2, amax_history_len=2, amax_compute_algo=amax, scaling_factor_compute_algo=scale)
+    linear = fnn.Linear(32, 32)
+    for step in range(2):
+        x = data(step, 4, 32)
+        with fw.autocast(recipe=recipe):
+            linear(x.requires_grad_()).sum().backward()
+    assert linear.delayed_scale is not None
+    assert torch.equal(linear.delayed_scale[0], data(0, 4, 32).abs().max() / 2 * 3)
+
+
+class Net(torch.nn.Module):
+    """Two blocks and a head, each of which may run through `run`; `branch` is used in every third step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = torch.nn.ModuleList([fnn.LayerNormMLP(32, 64, activation="swiglu") for _ in range(2)])
+        self.head = fnn.LayerNormLinear(32, 32)
+        self.branch = fnn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor, run: Callable[..., torch.Tensor], step: int) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + run(block, x)
+        if step % 3 == 2:
+            x = x + run(self.branch, x)
+        return self.head(x)
+
+
+def plain(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return function(x)
+
+
+def state(net: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in net.state_dict().items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+def train(
+    run: Callable[..., torch.Tensor] = plain,
+    *,
+    steps: int = 20,
+    forwards: int = 1,
+    between: Callable[[Net], None] = lambda net: None,
+    inside: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Weights, scales and histories after some steps of SGD; `forwards` forward passes come before each backward pass."""
+    recipe = R.DelayedScaling(amax_history_len=4)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    for step in range(steps):
+        losses = []
+        for i in range(forwards):
+            region = fw.autocast(recipe=recipe)
+            with region:
+                y = net(data(step * forwards + i, 6, 32).requires_grad_(), run, step)
+                losses.append(y.square().mean())
+                if inside:
+                    losses.pop().backward()
+        if losses:
+            torch.stack(losses).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        between(net)
+    return state(net)
+
+
+def non_reentrant(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    result = torch_checkpoint.checkpoint(function, x, use_reentrant=False)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+def reentrant(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    result = torch_checkpoint.checkpoint(function, x, use_reentrant=True)
+    assert isinstance(result, torch.Tensor)
+    return result
+
+
+CHECKPOINTS = {"fourwave": fnn.checkpoint, "non-reentrant": non_reentrant, "reentrant": reentrant}
+
+
+@pytest.fixture(scope="module")
+def without() -> dict[str, torch.Tensor]:
+    return train()
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+def test_20_steps_with_checkpointing_are_those_without(
+    kind: str, inside: bool, without: dict[str, torch.Tensor]
+) -> None:
+    assert float(without["branch.delayed_amax_history"].abs().sum()) > 0
+    same(train(CHECKPOINTS[kind], inside=inside), without)
+
+
+def test_checkpoint_keeps_scales_over_several_forward_passes() -> None:
+    same(train(fnn.checkpoint, steps=6, forwards=3), train(steps=6, forwards=3))
+
+
+def test_checkpoint_without_a_region_and_with_a_kept_graph() -> None:
+    linear = fnn.Linear(32, 32)
+    x = data(0, 4, 32).requires_grad_()
+    y = fnn.checkpoint(linear, x)
+    assert torch.equal(y, linear(x))
+    with fw.autocast(recipe=R.DelayedScaling(amax_history_len=2)):
+        y = fnn.checkpoint(linear, x)
+    first = torch.autograd.grad(y.sum(), linear.weight, retain_graph=True)
+    assert torch.equal(first[0], torch.autograd.grad(y.sum(), linear.weight)[0])
+    with pytest.raises(ValueError, match="use_reentrant"):
+        fnn.checkpoint(linear, x, use_reentrant=True)
+
+
+def evaluate(net: Net) -> None:
+    before = state(net)
+    with torch.no_grad(), fw.autocast(recipe=R.DelayedScaling(amax_history_len=4)):
+        net(data(99, 6, 32) * 1000, plain, 2)
+    with torch.no_grad(), fw.autocast(recipe=R.MXFP8()):
+        net(data(98, 6, 32), plain, 2)
+    with torch.no_grad():
+        net(data(97, 6, 32), plain, 2)
+    after = state(net)
+    same({n: t for n, t in after.items() if n in before}, before)
+
+
+def test_evaluation_between_steps_changes_nothing(without: dict[str, torch.Tensor]) -> None:
+    same(train(between=evaluate), without)
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_evaluation_between_forward_and_backward(kind: str, without: dict[str, torch.Tensor]) -> None:
+    """Under another recipe: the recomputation does not take it."""
+    recipe = R.DelayedScaling(amax_history_len=4)
+    results = []
+    for run in (plain, CHECKPOINTS[kind]):
+        net = Net()
+        with fw.autocast(recipe=recipe):
+            loss = net(data(1, 6, 32).requires_grad_(), run, 2).square().mean()
+        if kind == "fourwave":
+            with torch.no_grad(), fw.autocast(recipe=R.MXFP8()):
+                net(data(2, 6, 32), plain, 2)
+        loss.backward()
+        results.append({n: p.grad for n, p in net.named_parameters() if p.grad is not None} | state(net))
+    same(*results)
+
+
+def test_a_module_called_twice_records_the_larger() -> None:
+    recipe = R.DelayedScaling(amax_history_len=3)
+    linear = fnn.Linear(32, 32)
+    small, large = data(0, 4, 32).requires_grad_(), (100 * data(1, 4, 32)).requires_grad_()
+    with fw.autocast(recipe=recipe):
+        (linear(large) + linear(small)).sum().backward()
+    assert linear.delayed_amax_history is not None
+    assert float(linear.delayed_amax_history[0, 0]) == float(large.abs().max())
+    assert int((linear.delayed_amax_history != 0).any(1).sum()) == 1
+
+
+def test_regions_nest() -> None:
+    linear, x = fnn.Linear(32, 32), data(0, 4, 32)
+    plain_y = linear(x)
+    with fw.autocast(recipe=R.MXFP8()):
+        mx = linear(x)
+        with fw.autocast(enabled=False):
+            assert torch.equal(linear(x), plain_y)
+            with fw.autocast(recipe=R.MXFP4()):
+                fp4 = linear(x)
+        assert torch.equal(linear(x), mx)
+    assert torch.equal(linear(x), plain_y)
+    assert not torch.equal(mx, plain_y) and not torch.equal(fp4, mx)
+    with pytest.raises(KeyError), fw.autocast(recipe=R.MXFP8()):
+        raise KeyError("left by an error")
+    assert torch.equal(linear(x), plain_y)
+    same_region = fw.autocast(recipe=R.MXFP8())
+    for _ in range(2):
+        with same_region, same_region:
+            assert torch.equal(linear(x), mx)
+    assert torch.equal(linear(x), plain_y)
+
+
+def test_nested_regions_are_one_step() -> None:
+    recipe = R.DelayedScaling(amax_history_len=3)
+    first, second = fnn.Linear(32, 32), fnn.Linear(32, 32)
+    second.load_state_dict(first.state_dict())
+    for step in range(3):
+        x = data(step, 4, 32)
+        with fw.autocast(recipe=recipe):
+            first(x.requires_grad_()).sum().backward()
+        with fw.autocast(recipe=recipe):
+            with fw.autocast(recipe=recipe):
+                second(x)
+            with fw.autocast(recipe=recipe):
+                second(x).sum().backward()
+    same(state(first), state(second))
+
+
+def test_threads_and_tasks_do_not_see_each_others_regions() -> None:
+    linear, x = fnn.Linear(32, 32), data(0, 4, 32)
+    expected: dict[Any, torch.Tensor] = {None: linear(x)}
+    for recipe in (R.MXFP8(), R.MXFP4()):
+        with fw.autocast(recipe=recipe):
+            expected[recipe] = linear(x)
+    barrier, wrong = threading.Barrier(3), []
+
+    def work(recipe: Any) -> None:
+        with fw.autocast(enabled=recipe is not None, recipe=recipe):
+            barrier.wait()
+            for _ in range(5):
+                if not torch.equal(linear(x), expected[recipe]):
+                    wrong.append(recipe)
+            barrier.wait()
+
+    threads = [threading.Thread(target=work, args=(recipe,)) for recipe in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+    async def task(recipe: Any) -> bool:
+        with fw.autocast(enabled=recipe is not None, recipe=recipe):
+            await asyncio.sleep(0.01)
+            return torch.equal(linear(x), expected[recipe])
+
+    async def tasks() -> list[bool]:
+        return list(await asyncio.gather(*(task(recipe) for recipe in expected)))
+
+    assert all(asyncio.run(tasks()))
+
+
+def test_calibrating_records_without_quantizing() -> None:
+    recipe = R.DelayedScaling(amax_history_len=3)
+    quantized, calibrated = fnn.Linear(32, 32), fnn.Linear(32, 32)
+    calibrated.load_state_dict(quantized.state_dict())
+    x = data(0, 4, 32)
+    with fw.autocast(recipe=recipe):
+        quantized(x.requires_grad_()).backward(x)
+    with fw.autocast(enabled=False, recipe=recipe, calibrating=True):
+        y = calibrated(x)
+    y.backward(x)
+    assert torch.equal(y, torch.nn.functional.linear(x, calibrated.weight, calibrated.bias))
+    same(state(quantized), state(calibrated))
+    with pytest.raises(ValueError, match="only DelayedScaling"):
+        fw.autocast(recipe=R.MXFP8(), calibrating=True)
+
+
+def test_copies_and_the_modules_own_recipe() -> None:
+    recipe = R.DelayedScaling(amax_history_len=3)
+    linear = fnn.Linear(32, 32, recipe=recipe)
+    assert linear.delayed_scale is not None
+    x = data(0, 4, 32)
+    linear(x.requires_grad_()).sum().backward()
+    twin = copy.deepcopy(linear)
+    other = fnn.Linear(32, 32)
+    other.load_state_dict(linear.state_dict())
+    for step in range(1, 3):
+        x = data(step, 4, 32)
+        for module in (linear, twin):
+            module(x.requires_grad_()).sum().backward()
+        with fw.autocast(recipe=recipe):
+            other(x).sum().backward()
+    same(state(linear), state(twin))
+    same(state(linear), state(other))
+    with fw.autocast(enabled=False):
+        assert torch.equal(linear(x), torch.nn.functional.linear(x, linear.weight, linear.bias))
+
+
+def test_recipes_say_what_they_refuse() -> None:
+    for wrong in (
+        lambda: R.DelayedScaling("e5m2"),
+        lambda: R.DelayedScaling(amax_history_len=0),
+        lambda: R.DelayedScaling(amax_compute_algo="mean"),
+        lambda: R.MXFP8(scale_rule="fp32"),
+        lambda: R.MXFP4(backward="bf16"),
+        lambda: R.BlockScaling(weight_block="64x64"),
+        lambda: R.CurrentScaling(scale="ceil"),
+        lambda: fw.autocast(recipe="mxfp8"),  # type: ignore[arg-type]
+        lambda: fnn.Linear(4, 4, recipe="mxfp8"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            wrong()
