@@ -67,6 +67,16 @@ ALL_COLUMNS, ALL_ROWS = (
 DTYPES = {"float32": fx.Float32, "bfloat16": fx.BFloat16, "float16": fx.Float16}
 
 
+def codes_address(j, c, chunk):
+    """Byte of a 16-byte chunk of column 16 * j + c; Python ints or FlyDSL's."""
+    return (c * LANE_COLUMNS + j) * TILE + ((chunk ^ j) << 4)
+
+
+def columns_address(j, c):
+    """Byte of the words of columns 16 * j + c .. + 3, c a multiple of 4."""
+    return c // 4 * (LANE_COLUMNS * 16) + j * 16
+
+
 def allocate_lds(columns=False, whole=False, transposed=False):
     """LDS for column_maxima and share_columns, for tile_max, and for transposed codes; what is not used has 16 bytes.
 
@@ -179,9 +189,7 @@ class Lane:
 
     def stage_transposed(self, lds, c, word):
         """word: the lane's four rows of its column c, to LDS."""
-        line = c * LANE_COLUMNS + self.j
-        chunk = self.wave * 2 + (self.i >> 2)
-        _lds_store(lds, line * TILE + ((chunk ^ self.j) << 4) + ((self.i & 3) << 2), _words([word]))
+        _lds_store(lds, codes_address(self.j, c, self.wave * 2 + (self.i >> 2)) + ((self.i & 3) << 2), _words([word]))
 
     def store_transposed(self, lds, out, whole_chunks):
         """From LDS to out [C, R], after a barrier: each lane 16 rows of four columns."""
@@ -192,7 +200,7 @@ class Lane:
         buffer = Buffer(out, fx.Int64(self.col0) * pitch + fx.Int64(self.m0), size)
         for n in range(COLUMNS // WAVES):
             c = self.wave * (COLUMNS // WAVES) + n
-            words = lds_read(lds, (c * LANE_COLUMNS + j) * TILE + ((chunk ^ j) << 4), 4, fx.Int32)
+            words = lds_read(lds, codes_address(j, c, chunk), 4, fx.Int32)
             column = j * COLUMNS + c
             base = column * self.R + chunk * 16
             _store_bytes(buffer, base, words, column < self.columns, rows - chunk * 16, whole_chunks)
@@ -233,7 +241,7 @@ def column_maxima(lane, lds, values):
     """values: COLUMNS maxima over the wave's rows. Returns the maximum over the tile's rows of one column per thread (both
     halves of the workgroup have all columns), and that column. One barrier."""
     for c in range(0, COLUMNS, 4):
-        at = lane.wave * (TILE * 4) + c // 4 * (LANE_COLUMNS * 16) + lane.j * 16
+        at = lane.wave * (TILE * 4) + columns_address(lane.j, c)
         _lds_store(lds.column_amax.ptr, at, _words(values[c : c + 4]))
     wait_lds()
     barrier()
@@ -249,7 +257,7 @@ def share_columns(lane, lds, inv):
     barrier()
     bits = []
     for c in range(0, COLUMNS, 4):
-        four = lds_read(lds.column_inv.ptr, lane.j * 16 + c // 4 * (LANE_COLUMNS * 16), 4, fx.Int32)
+        four = lds_read(lds.column_inv.ptr, columns_address(lane.j, c), 4, fx.Int32)
         bits += [four[e] for e in range(4)]
     return [fx.Int32(b).bitcast(fx.Float32) for b in bits]
 
