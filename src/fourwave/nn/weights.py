@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fourwave.nn.products import Pair
 
@@ -39,11 +40,32 @@ class WatchedParameter(torch.nn.Parameter):
 _DATA: Any = torch._C.TensorBase.data
 
 
+class _Steps:
+    """Counts the steps of all optimizers of the process."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self._watching = False
+
+    def watch(self) -> None:
+        if not self._watching:
+            self._watching = True
+            register_optimizer_step_post_hook(self._step)
+
+    def _step(self, *_: Any) -> None:
+        self.taken += 1
+
+
+_STEPS = _Steps()
+
+
 class WeightCache:
     """The quantized form of one weight, with what tells that the weight is still the one it was made from.
 
-    It is the same parameter object, at the same address of the same storage, with the same version counter; nobody took
-    its `.data`, and nobody but the parameter holds its storage, neither then nor now.
+    It is the same parameter object, at the same address of the same storage, with the same version counter; no optimizer has
+    taken a step (fused ones leave the version counter alone); nobody took its `.data`, and nobody but the parameter holds its
+    storage, neither then nor now. What is not seen: writes by code outside PyTorch that keeps the bare address, and the
+    replay of a CUDA graph that holds an optimizer's step.
     """
 
     def __init__(self) -> None:
@@ -57,6 +79,7 @@ class WeightCache:
             weight.__class__ = WatchedParameter
         if not isinstance(weight, WatchedParameter):
             return make()
+        _STEPS.watch()
         key = (how, *_identity(weight))
         same = self._weight is not None and self._weight() is weight and key == self._key and not _shared(weight)
         if same and not refresh:
@@ -74,7 +97,8 @@ class WeightCache:
 
 def _identity(weight: WatchedParameter) -> tuple[Any, ...]:
     taken = getattr(weight, "aliases_taken", 0)
-    return (weight.data_ptr(), weight.untyped_storage()._cdata, weight._version, taken, weight.dtype, weight.shape)
+    storage = weight.untyped_storage()._cdata
+    return (weight.data_ptr(), storage, weight._version, taken, _STEPS.taken, weight.dtype, weight.shape)
 
 
 def _shared(weight: Tensor) -> bool:

@@ -1,0 +1,253 @@
+"""is_first_microbatch=False never multiplies with a weight that is no more."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fourwave as fw
+from fourwave.nn.weights import WatchedParameter
+
+R = fw.recipes
+X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+
+
+def fresh() -> Any:
+    torch.manual_seed(1)
+    return fw.nn.Linear(64, 64)
+
+
+def run(linear: Any, first: bool | None, recipe: Any = R.MXFP8()) -> torch.Tensor:  # noqa: B008
+    with fw.autocast(recipe=recipe):
+        return linear(X.clone().requires_grad_(), is_first_microbatch=first)
+
+
+def new_values(like: torch.Tensor) -> torch.Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(7))
+
+
+def step_of(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[Any], None]:
+    def change(linear: Any) -> None:
+        linear.weight.grad = new_values(linear.weight)
+        make([linear.weight], lr=0.5, **options).step()
+
+    return change
+
+
+def copy_data(linear: Any) -> None:
+    linear.weight.data.copy_(new_values(linear.weight))
+
+
+def set_data(linear: Any) -> None:
+    linear.weight.data = new_values(linear.weight)
+
+
+def set_data_twice_to_one_place(linear: Any) -> None:
+    place = linear.weight.data
+    linear.weight.data = new_values(linear.weight)
+    place.copy_(new_values(linear.weight))
+    linear.weight.data = place
+
+
+def load(linear: Any) -> None:
+    linear.load_state_dict({"weight": new_values(linear.weight), "bias": linear.bias.detach()})
+
+
+def load_assigned(linear: Any) -> None:
+    linear.load_state_dict({"weight": new_values(linear.weight), "bias": linear.bias.detach()}, assign=True)
+
+
+def through_the_state_dict(linear: Any) -> None:
+    linear.state_dict()["weight"].copy_(new_values(linear.weight))
+
+
+def another_parameter(linear: Any) -> None:
+    linear.weight = torch.nn.Parameter(new_values(linear.weight))
+
+
+def another_at_the_same_address(linear: Any) -> None:
+    """As an allocator does that gives freed memory out again: same address, same storage, same version."""
+    version, storage = linear.weight._version, linear.weight.untyped_storage()
+    place = torch.empty(0).set_(storage, 0, linear.weight.shape, linear.weight.stride())
+    del linear.weight
+    gc.collect()
+    place.copy_(new_values(place))
+    fresh_view = torch.empty(0).set_(storage, 0, place.shape, place.stride())
+    linear.weight = torch.nn.Parameter(fresh_view)
+    linear.weight.__class__ = WatchedParameter
+    with torch.no_grad():
+        while linear.weight._version < version:
+            linear.weight.add_(0)
+    del place, fresh_view, storage
+
+
+def in_place(linear: Any) -> None:
+    with torch.no_grad():
+        linear.weight.mul_(2)
+
+
+def foreach(linear: Any) -> None:
+    with torch.no_grad():
+        torch._foreach_add_([linear.weight], 1.0)
+
+
+def without_version(linear: Any) -> None:
+    with torch.no_grad():
+        linear.weight.detach().fill_(1.5)
+
+
+def numpy_alias(linear: Any) -> None:
+    linear.weight.detach().numpy()[:] = 1.25
+
+
+def set_storage(linear: Any) -> None:
+    with torch.no_grad():
+        linear.weight.set_(new_values(linear.weight))
+
+
+def init(linear: Any) -> None:
+    torch.manual_seed(9)
+    linear.reset_parameters()
+
+
+def to_other_dtype_and_back(linear: Any) -> None:
+    linear.to(torch.bfloat16)
+    linear.to(torch.float32)
+
+
+CHANGES = [
+    step_of(torch.optim.SGD), step_of(torch.optim.SGD, foreach=True), step_of(torch.optim.AdamW),
+    step_of(torch.optim.AdamW, foreach=True), step_of(torch.optim.Adam, fused=True), copy_data, set_data,
+    set_data_twice_to_one_place, load, load_assigned, through_the_state_dict, another_parameter,
+    another_at_the_same_address, in_place, foreach, without_version, set_storage, init, to_other_dtype_and_back,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__qualname__.replace(".<locals>.change", ""))
+def test_a_changed_weight_is_quantized_again(change: Callable[[Any], None]) -> None:
+    linear = fresh()
+    before = run(linear, True)
+    assert torch.equal(run(linear, False), before)
+    change(linear)
+    after = run(linear, False)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, run(linear, None))
+    change(linear)
+    assert torch.equal(run(linear, False), run(linear, None))
+
+
+def quantizations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    from fourwave.nn import products
+
+    seen: list[tuple[int, ...]] = []
+    real = products.quantize
+
+    def counted(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(tuple(t.shape))
+        return real(t, *args, **kwargs)
+
+    monkeypatch.setattr(products, "quantize", counted)
+    return seen
+
+
+def test_the_kept_form_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests above would pass if nothing was ever kept."""
+    seen = quantizations(monkeypatch)
+    linear = fresh()
+    for first, weights in ((True, 1), (False, 0), (False, 0), (None, 1), (False, 0), (True, 1)):
+        seen.clear()
+        run(linear, first).sum().backward()
+        assert seen.count((64, 64)) == weights, first
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+    optimizer.step()
+    for first, weights in ((False, 1), (False, 0)):
+        seen.clear()
+        run(linear, first)
+        assert seen.count((64, 64)) == weights
+
+
+def test_an_alias_taken_earlier_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = quantizations(monkeypatch)
+    linear = fresh()
+    alias = linear.weight.detach().numpy()
+    run(linear, True)
+    alias[:] = 3.0
+    assert torch.equal(run(linear, False), run(linear, None))
+    del alias
+    gc.collect()
+    run(linear, True)
+    seen.clear()
+    run(linear, False)
+    assert seen.count((64, 64)) == 0
+
+
+def test_recipes_are_kept_apart() -> None:
+    linear = fresh()
+    run(linear, True)
+    for recipe in (R.MXFP8("e4m3", "ceil"), R.MXFP4(), R.CurrentScaling(), R.Unquantized()):
+        assert torch.equal(run(linear, False, recipe), run(linear, None, recipe))
+    with torch.no_grad():
+        assert torch.equal(run(linear, False, R.DelayedScaling()), run(linear, None, R.DelayedScaling()))
+
+
+def test_directions_are_kept_apart() -> None:
+    """Kept without gradients, then used with them: dgrad needs the columns, too."""
+    linear = fresh()
+    with torch.no_grad():
+        run(linear, True)
+    x = X.clone().requires_grad_()
+    with fw.autocast(recipe=R.MXFP8()):
+        linear(x, is_first_microbatch=False).sum().backward()
+    y = X.clone().requires_grad_()
+    with fw.autocast(recipe=R.MXFP8()):
+        linear(y).sum().backward()
+    assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
+
+
+def test_watched_weights_are_parameters_in_every_other_way() -> None:
+    linear = fresh()
+    run(linear, True)
+    weight = linear.weight
+    assert isinstance(weight, torch.nn.Parameter) and isinstance(weight, WatchedParameter)
+    for result in (weight.detach(), weight * 2, weight[0], weight.clone()):
+        assert type(result) is torch.Tensor
+    twin = copy.deepcopy(linear)
+    assert torch.equal(run(twin, False), run(linear, None))
+    with torch.no_grad():
+        twin.weight.zero_()
+    assert torch.equal(run(twin, False), run(twin, None)) and not torch.equal(run(twin, False), run(linear, False))
+    file = io.BytesIO()
+    torch.save(linear, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert type(loaded.weight) is torch.nn.Parameter and torch.equal(run(loaded, False), run(linear, False))
+    assert type(linear.state_dict()["weight"]) is torch.Tensor
+    torch.testing.assert_close(weight.data, weight.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "grouped"])
+def test_other_modules_keep_weights_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = quantizations(monkeypatch)
+    torch.manual_seed(0)
+    module: Any
+    rest: tuple[torch.Tensor, ...]
+    weights: list[tuple[int, ...]]
+    if kind == "mlp":
+        module, rest, weights = fw.nn.LayerNormMLP(64, 96), (), [(96, 64), (64, 96)]
+    else:
+        module, rest, weights = fw.nn.GroupedLinear(2, 64, 64), (torch.tensor([1, 3]),), [(2, 64, 64)]
+    for first, count in ((True, 1), (False, 0), (None, 1)):
+        seen.clear()
+        with fw.autocast(recipe=R.MXFP8()):
+            y = module(X.clone().requires_grad_(), *rest, is_first_microbatch=first)
+        assert [seen.count(shape) for shape in weights] == [count] * len(weights)
+        y.sum().backward()
+    next(p for p in module.parameters() if p.dim() > 1).data.zero_()
+    with fw.autocast(recipe=R.MXFP8()):
+        assert torch.equal(module(X, *rest, is_first_microbatch=False), module(X, *rest))
