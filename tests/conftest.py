@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,30 +39,51 @@ def target(request: pytest.FixtureRequest) -> Target:
     return target
 
 
-_handled: dict[str, dict[str, set[str]]] = {}  # the simulator's operations: name -> arch -> test files that lower it
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "archs(*names): run the test once for each arch of the simulator (tests/sim/machine.py)"
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--handled",
         metavar="FILE",
-        help="record which operations the tests simulate, for `fourwave doctor --sim`; without -n",
+        help="record which of the simulator's operations the tests of tests/sim prove right (prove.py); without -n",
     )
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if marker := metafunc.definition.get_closest_marker("archs"):
+        metafunc.parametrize("_on_arch", marker.args, indirect=True)
+
+
 @pytest.fixture(autouse=True)
-def _record_operations(request: pytest.FixtureRequest) -> Iterator[None]:
-    if not request.config.getoption("--handled"):
+def _on_arch(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not hasattr(request, "param"):
         yield
         return
-    from fourwave.sim.coverage import recording
+    from machine import on
 
-    with recording(lambda name, arch: _handled.setdefault(name, {}).setdefault(arch, set()).add(request.path.name)):
+    with on(request.param):
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not pyfuncitem.config.getoption("--handled") or pyfuncitem.path.parent.name != "sim":
+        return None
+    from prove import Prover
+
+    prover = pyfuncitem.config.stash.setdefault(_PROVER, Prover())
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    prover.run(pyfuncitem.path.name, pyfuncitem.name, pyfuncitem.module, lambda: pyfuncitem.obj(**arguments))
+    return True
+
+
+_PROVER: pytest.StashKey[Any] = pytest.StashKey()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if path := session.config.getoption("--handled"):
-        record = {name: {a: sorted(f) for a, f in sorted(archs.items())} for name, archs in sorted(_handled.items())}
-        lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(archs)}" for name, archs in record.items())
-        Path(path).write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+    if (path := session.config.getoption("--handled")) and (prover := session.config.stash.get(_PROVER, None)):
+        prover.write(Path(path))

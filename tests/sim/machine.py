@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -10,7 +14,7 @@ import numpy as np
 
 from fourwave.sim.launch import Memory, Options
 from fourwave.sim.launch import run as run_program
-from fourwave.sim.lowering import lower_kernel
+from fourwave.sim.lowering import WAVE_SIZE, lower_kernel
 from fourwave.sim.program import Program
 from fourwave.sim.report import Finding, Report
 
@@ -37,13 +41,94 @@ def context() -> Any:
     return _create_mlir_context()
 
 
-def lower(body: str, arguments: str = "", lds: int | str = 0, arch: str = "gfx950") -> Program:
-    """Lower one kernel.
+_arch, _intrinsics = "gfx950", False
+step_limit: int | None = None  # of every launch, where it is set: prove.py's broken loops need not end
+
+
+@contextlib.contextmanager
+def on(arch: str) -> Iterator[None]:
+    """In the block, kernels are lowered for `arch` where nothing else is said. "... by intrinsics": calls of intrinsics take the place of
+    those operations of the rocdl dialect that by_intrinsics() knows."""
+    global _arch, _intrinsics
+    before = _arch, _intrinsics
+    _arch, _, spelled = arch.partition(" by ")
+    _intrinsics = spelled == "intrinsics"
+    try:
+        yield
+    finally:
+        _arch, _intrinsics = before
+
+
+def arch() -> str:
+    return _arch
+
+
+def wave() -> int:
+    """Lanes of a wave."""
+    return WAVE_SIZE[_arch]
+
+
+# an operation's text, the intrinsic's operands (a group of the text; with a type before it: that number as a constant), the types of those that are
+# no constants, the result's type (text, or a group); group 1 is the name (LLVM, IntrinsicsAMDGPU.td and AMDGPUUsage)
+_SPELLINGS: list[tuple[str, list[str], list[int], str | int]] = [
+    (r"rocdl\.(s\.barrier\.signal) id = (-?\d+)", ["i32 2"], [], "()"),
+    (r"rocdl\.(s\.barrier\.(?:wait|leave)) id = (-?\d+)", ["i16 2"], [], "()"),
+    (r'"rocdl\.(s\.barrier\.signal\.isfirst)"\(\) <\{id = (-?\d+) : i32\}> : \(\) -> i1', ["i32 2"], [], "i1"),
+    (r"rocdl\.(s\.barrier\.join) (%\w+) : (\S+)", ["2"], [3], "()"),
+    (r"rocdl\.(s\.barrier\.(?:init|signal\.var)) (%\w+) member_cnt = (\d+) : (\S+)", ["2", "i32 3"], [4], "()"),
+    (r"rocdl\.(s\.wait\.\w+) (\d+)", ["i16 2"], [], "()"),
+    (r"rocdl\.(wait\.asyncmark) (\d+)", ["i16 2"], [], "()"),
+    (r"rocdl\.(asyncmark)\b", [], [], "()"),
+    (r"rocdl\.(wave\.id|cluster\.(?:workgroup\.)?id\.[xyz]) : i32", [], [], "i32"),
+    (r"rocdl\.(global\.(?:load|store)\.async\.(?:to|from)\.lds\.b\d+) (%\w+), (%\w+), (\d+), (\d+) : (\S+), (\S+)",
+     ["2", "3", "i32 4", "i32 5"], [6, 7], "()"),
+    (r"rocdl\.(cluster\.load\.async\.to\.lds\.b\d+) (%\w+), (%\w+), (\d+), (\d+), (%\w+) : (\S+), (\S+)",
+     ["2", "3", "i32 4", "i32 5", "6"], [7, 8], "()"),
+    (r"rocdl\.((?:global|flat)\.prefetch) (%\w+), (\d+) : (\S+)", ["2", "i32 3"], [4], "()"),
+    (r"rocdl\.(tensor\.(?:load\.to|store\.from)\.lds) (%\w+), (%\w+), (%\w+), (%\w+), (%\w+), (\d+) : (\S+), (\S+)",
+     ["2", "3", "4", "5", "6", "i32 7"], [8, 9, 8, 8, 9], "()"),
+    (r"rocdl\.((?:ds\.load|ds\.read|global\.load)\.tr\d?\d?\.b\d+) (%\w+) : (\S+) -> (\S+)", ["2"], [3], 4),
+]  # fmt: skip
+
+
+def by_intrinsics(text: str) -> str:
+    """MLIR text whose rocdl operations of _SPELLINGS are calls of the intrinsics."""
+    count = 0
+
+    def call(m: re.Match[str], operands: list[str], types: list[int], result: str | int) -> str:
+        nonlocal count
+        names, shapes, constants = [], [], ""
+        rest = iter(types)
+        for operand in operands:
+            kind, _, group = operand.rpartition(" ")
+            value = m[int(group) + 1]  # the result's group comes first
+            if kind:
+                count += 1
+                constants += f"%immediate{count} = llvm.mlir.constant({value} : {kind}) : {kind}\n  "
+                value = f"%immediate{count}"
+            else:
+                kind = m[number + 1] if (number := next(rest, None)) is not None else "i32"
+            names.append(value)
+            shapes.append(kind)
+        returned = m[result + 1] if isinstance(result, int) else result
+        what = f'"llvm.amdgcn.{m[2]}"({", ".join(names)}) : ({", ".join(shapes)}) -> {returned}'
+        return f"{constants}{m[1] or ''}llvm.call_intrinsic {what}"
+
+    for pattern, operands, types, result in _SPELLINGS:
+        found = r"(%\w+ = )?" + pattern
+        text = re.sub(found, functools.partial(call, operands=operands, types=types, result=result), text)
+    return text
+
+
+def lower(body: str, arguments: str = "", lds: int | str = 0, arch: str | None = None) -> Program:
+    """Lower one kernel, for arch() unless `arch` says otherwise.
 
     body        operations of the kernel, blocks included, without the final llvm.return
     arguments   the kernel's parameters as MLIR text
     lds         bytes of one static LDS array @lds, or the text of the module's globals
     """
+    if _intrinsics:
+        body = by_intrinsics(body)
     globals_ = lds if isinstance(lds, str) else ""
     if isinstance(lds, int) and lds:
         globals_ = (
@@ -65,7 +150,7 @@ def lower(body: str, arguments: str = "", lds: int | str = 0, arch: str = "gfx95
         gpu_module = module.body.operations[0].operation
         functions = [o.operation for o in gpu_module.regions[0].blocks[0].operations]
         function = next(f for f in functions if f.name == "llvm.func")
-        return lower_kernel(ir, gpu_module, function, arch)
+        return lower_kernel(ir, gpu_module, function, arch or _arch)
 
 
 @dataclass(frozen=True)
@@ -107,6 +192,8 @@ def launch(
     passed = [words(a) for a in arguments]
     memory = Memory([r for _, ranges in passed for r in ranges])
     options.setdefault("threads", 1)
+    if step_limit is not None:
+        options["step_limit"] = step_limit
     report = run_program(
         program,
         (grid, 1, 1) if isinstance(grid, int) else grid,
@@ -164,7 +251,7 @@ def store_item(name: str, t: str, pointer: str, item: str = "%item") -> str:
 
 
 def itemwise(
-    body: str, inputs: list[tuple[str, np.ndarray]], result: str, arch: str = "gfx950", width: int = 1
+    body: str, inputs: list[tuple[str, np.ndarray]], result: str, arch: str | None = None, width: int = 1
 ) -> np.ndarray:
     """Apply `body`, which defines %r from %a, %b, %c, to every item of the inputs.
 

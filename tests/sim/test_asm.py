@@ -13,9 +13,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from machine import PROLOGUE, itemwise, launch, load_item, lower, store_item
+from machine import PROLOGUE, arch, itemwise, launch, load_item, lower, store_item, wave
 
 from fourwave.sim.lowering import UnknownOperation
+
+pytestmark = pytest.mark.archs("gfx942", "gfx950", "gfx1250")
 
 N = 64
 
@@ -39,7 +41,7 @@ def floats(seed: int) -> np.ndarray:
 
 
 def item(
-    text: str, constraints: str, *inputs: np.ndarray, t: str = "i32", result: str = "i32", arch: str = "gfx950"
+    text: str, constraints: str, *inputs: np.ndarray, t: str = "i32", result: str = "i32", arch: str | None = None
 ) -> np.ndarray:
     names = ", ".join(["%a", "%b", "%c"][: len(inputs)])
     body = "\n  " + asm(text, constraints, names, ", ".join([t] * len(inputs)), result)
@@ -50,7 +52,7 @@ A, B, C = words(1), words(2), words(3)
 FIVE = np.uint32(31)
 INTEGER = {
     "v_add_u32": A + B, "v_sub_u32": A - B, "s_add_u32": A + B, "s_sub_u32": A - B, "v_mul_lo_u32": A * B, "s_mul_i32": A * B,
-    "v_and_b32": A & B, "v_or_b32": A | B, "v_xor_b32": A ^ B, "s_and_b32": A & B, "s_or_b32": A | B, "s_xor_b32": A ^ B,
+    "s_add_i32": A + B, "v_and_b32": A & B, "v_or_b32": A | B, "v_xor_b32": A ^ B, "s_and_b32": A & B, "s_or_b32": A | B, "s_xor_b32": A ^ B,
     "v_max_u32": np.maximum(A, B), "v_min_u32": np.minimum(A, B),
     "v_max_i32": np.maximum(A.view(np.int32), B.view(np.int32)).view(np.uint32),
     "v_min_i32": np.minimum(A.view(np.int32), B.view(np.int32)).view(np.uint32),
@@ -119,14 +121,13 @@ def test_perm_and_align() -> None:
     )
 
 
+@pytest.mark.archs("gfx950", "gfx1250")
 def test_cvt_pk_bf16_f32() -> None:
     def bf16(x: np.ndarray) -> np.ndarray:
         return torch.from_numpy(x).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
 
     got = item("v_cvt_pk_bf16_f32 $0, $1, $2", "=v,v,v", FA.view(np.uint32), FB.view(np.uint32), t="f32")
     np.testing.assert_array_equal(got, bf16(FA) | bf16(FB) << np.uint32(16))
-    with pytest.raises(UnknownOperation, match="gfx942 does not have it"):
-        item("v_cvt_pk_bf16_f32 $0, $1, $2", "=v,v,v", A, B, t="f32", arch="gfx942")
 
 
 OFFSETS = [
@@ -157,17 +158,32 @@ def test_cvt_off_f32_i4(byte: int | None) -> None:
     if byte is not None:
         text = f"v_cvt_off_f32_i4_sdwa $0, $1 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_{byte}"
     nibble = x >> np.uint32(8 * (byte or 0)) & np.uint32(15)
+    if byte is not None and arch() == "gfx1250":  # no SDWA encodings
+        with pytest.raises(UnknownOperation, match="gfx1250 does not have it"):
+            item(text, "=v,v", x, result="f32")
+        return
     got = item(text, "=v,v", x, result="f32").view(np.float32)
     np.testing.assert_array_equal(got, np.array(OFFSETS, np.float32)[nibble])
 
 
-def test_packed_f32() -> None:
-    x, y = (np.random.default_rng(s).standard_normal((N, 2)).astype(np.float32) for s in (7, 8))
-    body = "\n  " + asm("v_pk_mul_f32 $0, $1, $2", "=v,v,v", "%a, %b", "vector<2xf32>, vector<2xf32>", "vector<2xf32>")
-    got = itemwise(
-        body, [("vector<2xf32>", x.view(np.uint32)), ("vector<2xf32>", y.view(np.uint32))], "vector<2xf32>", width=2
-    )
-    np.testing.assert_array_equal(got.view(np.float32), x * y)
+PACKED = {  # the product of two halves of float32 is exact in double, so the sum's one rounding is near enough the last
+    "v_pk_mul_f32": lambda x, y, z: x * y,
+    "v_pk_add_f32": lambda x, y, z: x + y,
+    "v_pk_fma_f32": lambda x, y, z: x.astype(np.float64) * y + z,
+}
+
+
+@pytest.mark.parametrize("mnemonic", PACKED)
+def test_packed_f32(mnemonic: str) -> None:
+    x, y, z = (
+        (np.random.default_rng(s).integers(-64, 65, (N, 2)) / 8).astype(np.float32) for s in (7, 8, 9)
+    )  # every result is exact
+    count = 3 if "fma" in mnemonic else 2
+    v = "vector<2xf32>"
+    text = f"{mnemonic} " + ", ".join(f"${i}" for i in range(count + 1))
+    body = "\n  " + asm(text, "=v" + ",v" * count, ", ".join(["%a", "%b", "%c"][:count]), ", ".join([v] * count), v)
+    got = itemwise(body, [(v, x.view(np.uint32)) for x in (x, y, z)[:count]], v, width=2)
+    np.testing.assert_array_equal(got.view(np.float32), PACKED[mnemonic](x, y, z).astype(np.float32))
 
 
 # -- grammar ---------------------------------------------------------------------------------------------------------------------
@@ -201,17 +217,26 @@ def test_several_outputs() -> None:
     np.testing.assert_array_equal(itemwise(body, [("i32", A), ("i32", B)], "i32"), B - A)
 
 
-@pytest.mark.parametrize("move", ["v_mov_b32", "s_mov_b32", "v_accvgpr_write_b32", "v_accvgpr_read_b32"])
+@pytest.mark.parametrize("move", ["v_mov_b32", "s_mov_b32"])
 def test_moves(move: str) -> None:
+    np.testing.assert_array_equal(item(f"{move} $0, $1", "=v,v", A), A)
+
+
+@pytest.mark.archs("gfx942", "gfx950")
+@pytest.mark.parametrize("move", ["v_accvgpr_write_b32", "v_accvgpr_read_b32", "v_accvgpr_mov_b32"])
+def test_accumulation_registers(move: str) -> None:
     np.testing.assert_array_equal(item(f"{move} $0, $1", "=a,v", A), A)
 
 
 def test_readfirstlane() -> None:
-    np.testing.assert_array_equal(item("v_readfirstlane_b32 $0, $1", "=s,v", A), A[0])
+    want = np.repeat(A[:: wave()], wave())
+    np.testing.assert_array_equal(item("v_readfirstlane_b32 $0, $1", "=s,v", A), want)
 
 
 def test_hints_do_nothing() -> None:
-    text = "s_nop 7\ns_setprio 1\nv_mov_b32 $0, $1\ns_sleep 1\nbuffer_inv sc1\nbuffer_wbl2 sc0 sc1"
+    text = "s_nop 7\ns_setprio 1\nv_mov_b32 $0, $1\ns_sleep 1\ns_sethalt 0\ns_ttracedata\ns_icache_inv\ns_dcache_inv"
+    if arch() != "gfx1250":
+        text += "\nbuffer_inv sc1\nbuffer_wbl2 sc0 sc1\ns_dcache_wb"
     np.testing.assert_array_equal(item(text, "=v,v", A), A)
 
 
@@ -233,6 +258,7 @@ BAD = [
 ]
 
 
+@pytest.mark.archs("gfx950")
 @pytest.mark.parametrize(("text", "constraints", "match"), BAD, ids=[b[0] for b in BAD])
 def test_what_is_not_known_raises_with_its_line(text: str, constraints: str, match: str) -> None:
     with pytest.raises(UnknownOperation, match=match) as error:
@@ -243,8 +269,9 @@ def test_what_is_not_known_raises_with_its_line(text: str, constraints: str, mat
 def test_compare_and_cndmask_as_a_public_attention_kernel_masks() -> None:
     """Two compares into scalar masks, two selects by them, on values tied to the outputs."""
     x = (A % np.uint32(200)).view(np.int32) - 100
+    mask = "i64" if wave() == 64 else "i32"
     text = "v_cmp_lt_i32_e64 $0, $6, 7\n\tv_cmp_ge_u32_e64 $1, $6, 9\n\tv_cndmask_b32_e64 $2, $4, $7, $0\n\tv_cndmask_b32_e64 $3, $5, $7, $1"
-    struct = "!llvm.struct<(i64, i64, i32, i32)>"
+    struct = f"!llvm.struct<({mask}, {mask}, i32, i32)>"
     body = (
         "\n  %z = llvm.mlir.constant(-1 : i32) : i32\n  "
         + asm(text, "=s,=s,=v,=v,2,3,v,v,~{vcc}", "%a, %b, %c, %z", "i32, i32, i32, i32", struct, "%p")
@@ -255,6 +282,46 @@ def test_compare_and_cndmask_as_a_public_attention_kernel_masks() -> None:
     np.testing.assert_array_equal(got, np.where(x < 7, all_ones, A) ^ np.where(x.view(np.uint32) >= 9, all_ones, B))
 
 
+COMPARE = {
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("t", ["i", "u"])
+@pytest.mark.parametrize("name", COMPARE)
+def test_vector_comparisons(name: str, t: str) -> None:
+    """A bit a lane, in two scalar registers, or one where a wave has 32 lanes."""
+    mask = "i64" if wave() == 64 else "i32"
+    x, y = A.copy(), B.copy()
+    x[::3] = y[::3]
+    body = "\n  " + asm(f"v_cmp_{name}_{t}32 $0, $1, $2", "=s,v,v", "%a, %b", "i32, i32", mask)
+    got = itemwise(body, [("i32", x), ("i32", y)], mask)
+    cast = np.int32 if t == "i" else np.uint32
+    on = COMPARE[name](x.view(cast), y.view(cast)).reshape(-1, wave())
+    want = [sum(1 << lane for lane, bit in enumerate(row) if bit) for row in on]
+    np.testing.assert_array_equal(got, np.repeat(np.array(want, got.dtype), wave()))
+
+
+@pytest.mark.archs("gfx942", "gfx950")
+@pytest.mark.parametrize("branch", ["s_cbranch_scc0", "s_cbranch_scc1"])
+@pytest.mark.parametrize("compare", ["s_cmp_eq_u32", "s_cmp_lg_u32", "s_cmp_eq_i32", "s_cmp_lg_i32"])
+def test_scalar_comparisons_and_branches(compare: str, branch: str) -> None:
+    """SCC is the comparison's result; scc0 branches where it is 0 (CDNA3 ISA guide, SOPC and SOPP). What a taken branch jumps over is a store."""
+    text = f"{compare} $0, $1\n\t{branch} 1f\n\tglobal_store_dword $2, $3, off\n\t1:"
+    body = (
+        PROLOGUE
+        + "\n  %to = llvm.getelementptr %out[%tid] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, i32\n  "
+        + asm(text, "s,s,v,v", "%a, %b, %to, %b", "i32, i32, !llvm.ptr<1>, i32", "")
+    )
+    program = lower(body, "%a: i32, %b: i32, %out: !llvm.ptr<1>")
+    for a, b in ((7, 7), (7, 8), (0x80000007, 7)):
+        out = np.zeros(N, np.uint32)
+        launch(program, a, b, out)
+        scc = (a == b) == ("_eq_" in compare)
+        np.testing.assert_array_equal(out, 0 if scc == branch.endswith("1") else b)
+
+
+@pytest.mark.archs("gfx942", "gfx950")
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_barrier_jumped_over(taken: bool) -> None:
     """As a public attention kernel writes it: `s_cbranch_scc0 1f` past `s_barrier`. With one wave group only, the barrier is counted."""
@@ -272,6 +339,7 @@ def test_a_barrier_jumped_over(taken: bool) -> None:
     assert report.launches[0].counters["barriers"] == int(taken)
 
 
+@pytest.mark.archs("gfx950")
 @pytest.mark.parametrize(("bits", "name"), [(16, "tr16.b64"), (8, "tr8.b64")])
 def test_transposing_reads_are_the_operations(bits: int, name: str) -> None:
     """The text with an offset and a wait, against the rocdl operation at the moved address."""
@@ -369,6 +437,7 @@ NEXT = "  " + asm(
 )
 
 
+@pytest.mark.archs("gfx950")
 def test_m0_lives_on_between_blocks() -> None:
     """As public kernels copy: m0 set, then stepped, each copy behind the last. Offsets move source and LDS alike, soffset the source only."""
     blocks = [FIRST, NEXT.format(0), NEXT.format(64)]
@@ -378,6 +447,7 @@ def test_m0_lives_on_between_blocks() -> None:
     np.testing.assert_array_equal(out[512 + 16 : 768 + 16], source[4 + 16 : 260 + 16])
 
 
+@pytest.mark.archs("gfx950")
 def test_m0_lives_on_around_a_loop() -> None:
     blocks = [
         "  " + asm("s_mov_b32 m0, $0", "s", "%zero", "i32", ""),
@@ -394,6 +464,7 @@ def test_m0_lives_on_around_a_loop() -> None:
     np.testing.assert_array_equal(out, np.tile(source[:64], 4))
 
 
+@pytest.mark.archs("gfx950")
 @pytest.mark.parametrize(
     ("wait", "kind"),
     [("s_waitcnt vmcnt(0)", ""), ("s_waitcnt vmcnt(0) lgkmcnt(0)", ""), ("s_waitcnt vmcnt(0) & lgkmcnt(3)", ""), ("s_waitcnt 0x0f70", ""),
@@ -406,11 +477,13 @@ def test_waits_in_text(wait: str, kind: str) -> None:
         np.testing.assert_array_equal(out, source[:256])
 
 
+@pytest.mark.archs("gfx950")
 def test_copies_of_gfx942_are_of_one_dword() -> None:
     with pytest.raises(UnknownOperation, match="16 bytes a lane on gfx942"):
         copies([FIRST], "s_waitcnt vmcnt(0)", arch="gfx942")
 
 
+@pytest.mark.archs("gfx942", "gfx950")
 def test_a_barrier_in_text_is_one() -> None:
     """Wave 1 reads what wave 0 stored, behind `s_waitcnt lgkmcnt(0)` and `s_barrier` in one block."""
     body = (
@@ -445,6 +518,7 @@ LOADS = {  # mnemonic: operands behind the result; the wait that covers it; one 
 }
 
 
+@pytest.mark.archs("gfx942", "gfx950")
 @pytest.mark.parametrize("where", ["same block", "block of its own", "too weak", "none", "after the use"])
 @pytest.mark.parametrize("load", LOADS)
 def test_a_load_into_registers_needs_the_kernels_own_wait(load: str, where: str) -> None:
@@ -484,6 +558,7 @@ def test_a_load_into_registers_needs_the_kernels_own_wait(load: str, where: str)
 STORES = {"dword": 1, "dwordx2": 2, "dwordx3": 3, "dwordx4": 4}
 
 
+@pytest.mark.archs("gfx942", "gfx950")
 @pytest.mark.parametrize("size", STORES)
 def test_global_stores(size: str) -> None:
     n = STORES[size]
@@ -505,6 +580,7 @@ def test_global_stores(size: str) -> None:
     assert not out[0].any() and not out[:, n:].any()
 
 
+@pytest.mark.archs("gfx942", "gfx950")
 def test_buffer_store_drops_what_is_out_of_range() -> None:
     body = (
         PROLOGUE
@@ -558,6 +634,7 @@ def rocdl(width: int, fmt: int, opsel_a: int, opsel_b: int, c: str = "%c", scale
     return f'%d = "rocdl.mfma.scale.f32.16x16x128.f8f6f4"(%a, %b, {c}, {scales}) <{{{attributes}}}> : ({v}, {v}, vector<4xf32>, i32, i32) -> vector<4xf32>'
 
 
+@pytest.mark.archs("gfx950")
 def test_the_unscaled_f8f6f4_text_is_the_operation_with_literal_scales() -> None:
     """As in a public four-wave FP8 kernel: the accumulator in AGPRs, tied."""
     given = operands(8, 1)
@@ -575,6 +652,7 @@ def test_the_unscaled_f8f6f4_text_is_the_operation_with_literal_scales() -> None
     assert np.isfinite(got.view(np.float32)).all() and np.abs(got.view(np.float32)).max() > 1
 
 
+@pytest.mark.archs("gfx950")
 @pytest.mark.parametrize(
     ("low_a", "high_a", "low_b", "high_b"), [(0, 0, 0, 0), (1, 0, 0, 1), (0, 1, 1, 0), (1, 1, 0, 0)]
 )
@@ -608,6 +686,7 @@ def test_the_scaled_text_selects_its_scale_bytes(low_a: int, high_a: int, low_b:
     np.testing.assert_array_equal(matrix(text, *given), matrix(plain, *given))
 
 
+@pytest.mark.archs("gfx950")
 def test_the_format_must_fit_the_registers() -> None:
     with pytest.raises(UnknownOperation, match="format 0 in 4 dwords"):
         v, f = "vector<4xi32>", "vector<4xf32>"

@@ -18,6 +18,8 @@ from machine import PROLOGUE, Address, launch, load_item, lower, only, store_ite
 
 from fourwave.sim.lowering import UnknownOperation
 
+pytestmark = pytest.mark.archs("gfx942", "gfx950", "gfx1250")
+
 N = 64
 HALF = {"f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -292,6 +294,7 @@ ORDERED_LOAD = (
 ORDERED_STORE = 'llvm.store %v, %lds atomic syncscope("workgroup") release {{alignment = 4 : i64}} : i32, !llvm.ptr<3>'
 
 
+@pytest.mark.archs("gfx942", "gfx950")
 @pytest.mark.parametrize(
     ("first", "second", "kind"),
     [(ADD, ADD, ""), (ADD, LOAD, "race"), (LOAD, ADD, "race"), (STORE, ADD, "race"), (ADD, STORE, "race"),
@@ -326,6 +329,7 @@ ATOMIC = "%t{0} = llvm.atomicrmw add %flag, %one {1} : !llvm.ptr<1>, i32"
 WAIT1 = "rocdl.s.waitcnt 3953"  # vmcnt(1)
 
 
+@pytest.mark.archs("gfx942", "gfx950")
 @pytest.mark.parametrize(
     ("middle", "kind"),
     [
@@ -429,6 +433,7 @@ SPIN = (
 )
 
 
+@pytest.mark.archs("gfx942", "gfx950")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_workgroup_that_spins_sees_what_another_one_released(threads: int) -> None:
     flag, data, out = np.zeros(1, np.uint32), np.zeros(1, np.uint32), np.zeros(N, np.uint32)

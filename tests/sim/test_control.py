@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from machine import PROLOGUE, launch, load_item, lower, only, store_item
 
+pytestmark = pytest.mark.archs("gfx942", "gfx950", "gfx1250")
+
 MASK = 0xFFFFFFFF
 LANES = np.arange(64, dtype=np.uint32)
 
@@ -512,6 +514,7 @@ def write_any_program(seed: int) -> tuple[str, str]:
     ) + "\n^return(%r: i32):", "def lane(x, tid, k9=9, k0=0, M=0xFFFFFFFF):\n" + "\n".join(w.python)
 
 
+@pytest.mark.archs("gfx950")
 @pytest.mark.parametrize(
     "first", [*range(0, 100, 20), *(pytest.param(n, marks=pytest.mark.slow) for n in range(100, 600, 20))]
 )
@@ -527,6 +530,7 @@ def test_random_programs(first: int) -> None:
         assert list(run(mlir, x)) == want, f"seed {seed}\n{mlir}\n{python}"
 
 
+@pytest.mark.archs("gfx950")
 def test_random_programs_are_varied() -> None:
     texts = [write_program(seed) for seed in range(100)]
     for word, least in (("break", 25), ("continue", 25), ("for ", 75), ("else", 75)):

@@ -430,7 +430,8 @@ def test_a_scale_whose_exponent_is_all_ones_gives_nan() -> None:
     assert all(c & 0x7F == 0x7F for c in got[:, 0])
 
 
-def test_pkrtz() -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_pkrtz(arch: str) -> None:
     rng = np.random.default_rng(7)
     a = np.concatenate(
         [
@@ -440,7 +441,7 @@ def test_pkrtz() -> None:
     ).astype(np.float32)
     body = '%r = "rocdl.cvt.pkrtz"(%a, %b) : (f32, f32) -> vector<2xf16>'
     b = a[::-1].copy()
-    got = per_lane(body, [("f32", a), ("f32", b)], "vector<2xf16>", "gfx942").view(np.float16)
+    got = per_lane(body, [("f32", a), ("f32", b)], "vector<2xf16>", arch).view(np.float16)
     for i, v in enumerate((a, b)):
         with np.errstate(over="ignore"):
             down = v.astype(np.float16)
@@ -451,13 +452,14 @@ def test_pkrtz() -> None:
         np.testing.assert_array_equal(got[:, i].view(np.uint16), toward.astype(np.float16).view(np.uint16))
 
 
-def test_fmed3() -> None:
+@pytest.mark.parametrize("arch", ARCHS)
+def test_fmed3(arch: str) -> None:
     """V_MED3_F32: the middle one; with a NaN, the least of the others."""
     corners = [0.0, 1.0, -2.0, 5.5, np.inf, -np.inf, np.nan, 3.0]
     triples = np.array(list(itertools.product(corners, repeat=3)), np.float32)
     columns = [np.ascontiguousarray(triples[:, i]) for i in range(3)]
     body = '%r = "rocdl.fmed3"(%a, %b, %c) : (f32, f32, f32) -> f32'
-    got = per_lane(body, [("f32", c) for c in columns], "f32", "gfx942").view(np.float32)[:, 0]
+    got = per_lane(body, [("f32", c) for c in columns], "f32", arch).view(np.float32)[:, 0]
     want = np.where(
         np.isnan(triples).any(1),
         np.fmin(np.fmin(triples[:, 0], triples[:, 1]), triples[:, 2]),

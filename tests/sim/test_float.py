@@ -19,8 +19,11 @@ import numpy as np
 import pytest
 from exact import BF16, F16, F32, F64, FORMATS, Format, assert_codes
 from machine import BITS, itemwise
+from machine import arch as current
 
 from fourwave.sim import UnknownOperation
+
+pytestmark = pytest.mark.archs("gfx942", "gfx950", "gfx1250")
 
 SMALL = [F16, BF16, F32]
 
@@ -311,6 +314,35 @@ def test_special_values(op: str, x: int, want: int | None) -> None:
     assert_codes(F32, got, [want], F32.array([x]))
 
 
+@pytest.mark.archs("gfx1250")
+@pytest.mark.parametrize("f", SMALL, ids=by_name)
+@pytest.mark.parametrize("op", ["tanh", "rcp", "rsq", "sqrt", "exp2", "log"])
+def test_functions_of_gfx1250(op: str, f: Format) -> None:
+    """V_TANH, and the others' bf16 forms: V_*_F32, _F16, _BF16 (llvm-mc 22). No source gives their accuracy: within two units here."""
+    compute = {
+        "tanh": math.tanh,
+        "rcp": lambda x: 1 / x,
+        "rsq": lambda x: x**-0.5,
+        "sqrt": math.sqrt,
+        "exp2": lambda x: 2.0**x,
+        "log": math.log2,
+    }[op]
+    values = np.random.default_rng(11).uniform(1e-2, 9, 300)
+    a = [f.encode(Fraction(float(v))) for v in values]
+    got = itemwise(f"\n  %r = rocdl.{op} %a {f.name} -> {f.name}", [(f.name, f.array(a))], f.name)
+    for x, g in zip(a, got):
+        exact = Fraction(compute(float(f.value(x))))
+        unit = abs(f.value(f.encode(abs(exact)) + 1) - f.value(f.encode(abs(exact))))
+        assert abs(f.value(int(g)) - exact) <= 2 * unit, (hex(x), hex(int(g)), float(exact))
+
+
+@pytest.mark.archs("gfx942", "gfx950")
+def test_gfx9_has_no_bf16_functions() -> None:
+    with pytest.raises(UnknownOperation, match=f"rocdl.rcp of bf16: {current()} does not have it"):
+        itemwise("\n  %r = rocdl.rcp %a bf16 -> bf16", [("bf16", BF16.array([0]))], "bf16")
+
+
+@pytest.mark.archs("gfx950")
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_rocdl_tanh_is_not_on_gfx9(arch: str) -> None:
     """llvm-mc 22 refuses v_tanh_f32 for both."""

@@ -14,6 +14,8 @@ from machine import PROLOGUE, itemwise, launch, load_item, lower, only, store_it
 
 from fourwave.sim.lowering import UnknownOperation, lower_kernel
 
+pytestmark = pytest.mark.archs("gfx942", "gfx950", "gfx1250")
+
 N = 64
 
 
@@ -55,8 +57,9 @@ def test_switch_with_a_default_only() -> None:
     np.testing.assert_array_equal(got, words(1))
 
 
-def module(functions: str, body: str, arguments: str, globals_: str = "", arch: str = "gfx950"):
+def module(functions: str, body: str, arguments: str, globals_: str = "", arch: str | None = None):
     """Lower the kernel @k of a module that holds other functions, too."""
+    from machine import arch as chosen
     from machine import bindings, context
 
     ir = bindings()
@@ -73,7 +76,7 @@ def module(functions: str, body: str, arguments: str, globals_: str = "", arch: 
             for o in gpu_module.regions[0].blocks[0].operations
             if o.operation.name == "llvm.func" and ir.StringAttr(o.operation.attributes["sym_name"]).value == "k"
         )
-        return lower_kernel(ir, gpu_module, kernel, arch)
+        return lower_kernel(ir, gpu_module, kernel, arch or chosen())
 
 
 COLLATZ = """
@@ -341,18 +344,23 @@ def test_perm_and_alignbit_intrinsics() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_scalar_buffer_loads(count: int) -> None:
+@pytest.mark.parametrize("by", ["intrinsic", "operation"])
+def test_scalar_buffer_loads(count: int, by: str) -> None:
     """One address for the wave; dwords past num_records are 0."""
     t = "i32" if count == 1 else "vector<4xi32>"
-    body = PROLOGUE + f"""
+    calls = {
+        "intrinsic": f'%r = llvm.call_intrinsic "llvm.amdgcn.s.buffer.load.{"i32" if count == 1 else "v4i32"}"(%v, %at, %flags) : '
+        f"(vector<4xi32>, i32, i32) -> {t}",
+        "operation": f'%r = "rocdl.ptr.s.buffer.load"(%rsrc, %at) <{{aux = 0 : i32}}> : (!llvm.ptr<8>, i32) -> {t}',
+    }
+    body = PROLOGUE + """
   %stride = llvm.mlir.constant(0 : i16) : i16
   %flags = llvm.mlir.constant(0 : i32) : i32
   %records64 = llvm.zext %records : i32 to i64
   %rsrc = rocdl.make.buffer.rsrc %mem, %stride, %records64, %flags : !llvm.ptr<1> to <8>
   %wide = llvm.ptrtoint %rsrc : !llvm.ptr<8> to i128
   %v = llvm.bitcast %wide : i128 to vector<4xi32>
-  %r = llvm.call_intrinsic "llvm.amdgcn.s.buffer.load.{'i32' if count == 1 else 'v4i32'}"(%v, %at, %flags) : (vector<4xi32>, i32, i32) -> {t}
-""" + store_item("%r", t, "%out")  # fmt: skip
+  """ + calls[by] + store_item("%r", t, "%out")  # fmt: skip
     memory = words(6)
     program = lower(body, "%mem: !llvm.ptr<1>, %records: i32, %at: i32, %out: !llvm.ptr<1>")
     for at in (0, 8, 4 * 30, 4 * 32):

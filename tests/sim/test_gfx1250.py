@@ -20,6 +20,8 @@ from machine import Address, launch, lower, only
 
 from fourwave.sim import UnknownOperation
 
+pytestmark = pytest.mark.archs("gfx1250", "gfx1250 by intrinsics")
+
 SIGNAL, WAITB = "\n  rocdl.s.barrier.signal id = -1", "\n  rocdl.s.barrier.wait id = -1"
 BARRIER = SIGNAL + WAITB
 DSWAIT = "\n  rocdl.s.wait.dscnt 0"
@@ -55,6 +57,7 @@ def test_waves_have_32_lanes() -> None:
     np.testing.assert_array_equal(out, np.arange(100) // 32)
 
 
+@pytest.mark.archs("gfx1250")
 def test_lds_holds_320_kilobytes() -> None:
     launch(lower("", lds=320 << 10, arch="gfx1250"))
     with pytest.raises(ValueError, match="has 327680"):
@@ -64,6 +67,7 @@ def test_lds_holds_320_kilobytes() -> None:
 # -- buffers -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.archs("gfx1250")
 def test_buffer_resource_words() -> None:
     body = """
   %flags = llvm.mlir.constant(5 : i32) : i32
@@ -220,6 +224,45 @@ def test_named_barriers() -> None:
     assert "barrier" in {f.kind for f in report.findings}
 
 
+def test_a_named_barrier_by_its_address_sets_its_count() -> None:
+    """signal.var: the address names the barrier, the member count comes with the signal (LLVM, IntrinsicsAMDGPU.td)."""
+    body = HEAD + """
+  %where = llvm.mlir.constant(48 : i32) : i32
+  %bar = llvm.inttoptr %where : i32 to !llvm.ptr<3>
+  rocdl.s.barrier.init %bar member_cnt = 2 : !llvm.ptr<3>""" + BARRIER + """
+  rocdl.s.barrier.join %bar : !llvm.ptr<3>""" + STORE_MINE + DSWAIT + """
+  rocdl.s.barrier.signal.var %bar member_cnt = 2 : !llvm.ptr<3>
+  rocdl.s.barrier.wait id = 3""" + READ_THEIRS  # fmt: skip
+    out = np.zeros(64, np.uint32)
+    run(body, out, block=64)
+    np.testing.assert_array_equal(out, np.arange(64) ^ 32)
+
+
+def test_a_wave_that_leaves_a_named_barrier_is_no_longer_waited_for() -> None:
+    """Three join; wave 2 leaves, and waves 0 and 1 meet. Nobody meets if it stays."""
+    body = HEAD + """
+  %where = llvm.mlir.constant(48 : i32) : i32
+  %bar = llvm.inttoptr %where : i32 to !llvm.ptr<3>
+  rocdl.s.barrier.init %bar member_cnt = 3 : !llvm.ptr<3>""" + BARRIER + """
+  rocdl.s.barrier.join %bar : !llvm.ptr<3>
+  %c64 = llvm.mlir.constant(64 : i32) : i32
+  %early = llvm.icmp "ult" %tid, %c64 : i32
+  llvm.cond_br %early, ^two, ^third
+^third:
+  {leave}
+  llvm.br ^rest
+^two:""" + STORE_MINE + DSWAIT + """
+  rocdl.s.barrier.signal id = 3
+  rocdl.s.barrier.wait id = 3""" + READ_THEIRS + """
+  llvm.br ^rest
+^rest:"""  # fmt: skip
+    out = np.zeros(96, np.uint32)
+    run(body.format(leave="rocdl.s.barrier.leave id = 3"), out, block=96)
+    np.testing.assert_array_equal(out[:64], np.arange(64) ^ 32)
+    report = run(body.format(leave=""), out, block=96, expect=None)
+    assert "barrier" in {f.kind for f in report.findings}
+
+
 # -- clusters ----------------------------------------------------------------------------------------------------------
 
 IDS = """
@@ -235,11 +278,13 @@ IDS = """
   %flat = llvm.call_intrinsic "llvm.amdgcn.cluster.workgroup.flat.id"() : () -> i32
   %last = llvm.call_intrinsic "llvm.amdgcn.cluster.workgroup.max.flat.id"() : () -> i32
   %maxx = llvm.call_intrinsic "llvm.amdgcn.cluster.workgroup.max.id.x"() : () -> i32
+  %maxy = llvm.call_intrinsic "llvm.amdgcn.cluster.workgroup.max.id.y"() : () -> i32
+  %maxz = llvm.call_intrinsic "llvm.amdgcn.cluster.workgroup.max.id.z"() : () -> i32
 """
 
 
 def test_ids_in_clusters() -> None:
-    names = ["x", "y", "z", "cx", "cy", "cz", "wx", "wy", "wz", "flat", "last", "maxx"]
+    names = ["x", "y", "z", "cx", "cy", "cz", "wx", "wy", "wz", "flat", "last", "maxx", "maxy", "maxz"]
     grid, cluster = (4, 6, 2), (2, 3, 1)
     body = IDS + """
   %n = rocdl.grid.dim.x : i32""".replace("rocdl.grid.dim.x : i32", "llvm.mlir.constant(4 : i32) : i32") + """
@@ -248,15 +293,15 @@ def test_ids_in_clusters() -> None:
   %zyy = llvm.add %zy, %y : i32
   %row = llvm.mul %zyy, %n : i32
   %group = llvm.add %row, %x : i32
-  %to = llvm.getelementptr %out[%group] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, !llvm.array<12 x i32>
+  %to = llvm.getelementptr %out[%group] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, !llvm.array<14 x i32>
   """  # fmt: skip
     for i, name in enumerate(names):
         body += f"\n  %p{i} = llvm.getelementptr %to[{4 * i}] : (!llvm.ptr<1>) -> !llvm.ptr<1>, i8\n  llvm.store %{name}, %p{i} : i32, !llvm.ptr<1>"
-    out = np.zeros((2, 6, 4, 12), np.uint32)
+    out = np.zeros((2, 6, 4, 14), np.uint32)
     program = lower(body, "%out: !llvm.ptr<1>", 0, "gfx1250")
     launch_in_clusters(program, out, grid=grid, cluster=cluster, block=1)
     for z, y, x in np.ndindex(2, 6, 4):
-        want = [x, y, z, x // 2, y // 3, z, x % 2, y % 3, 0, x % 2 + 2 * (y % 3), 5, 1]
+        want = [x, y, z, x // 2, y // 3, z, x % 2, y % 3, 0, x % 2 + 2 * (y % 3), 5, 1, 2, 0]
         assert list(out[z, y, x]) == want
 
 
@@ -484,6 +529,7 @@ def test_a_mask_does_not_write_into_other_workgroups() -> None:
 # -- what it does not have -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.archs("gfx1250")
 @pytest.mark.parametrize(("text", "match"), [
     ("rocdl.s.waitcnt 0", "a wait for each counter"),
     ("rocdl.s.barrier.signal id = -2", "the barrier -2"),
@@ -494,6 +540,7 @@ def test_operations_that_raise(text: str, match: str) -> None:
         lower(text, arch="gfx1250")
 
 
+@pytest.mark.archs("gfx1250")
 @pytest.mark.parametrize(
     "text",
     [

@@ -15,6 +15,8 @@ from machine import launch, lower, only
 
 from fourwave.sim import UnknownOperation
 
+pytestmark = pytest.mark.archs("gfx1250", "gfx1250 by intrinsics")
+
 
 def bits_of(rows: np.ndarray, bits: int) -> np.ndarray:
     """[lanes, bytes] -> [lanes, elements]."""
@@ -108,16 +110,27 @@ def test_gfx1250_global(name: str) -> None:
     check(f"rocdl.global.load.{name} %there", "!llvm.ptr<1>", GLOBAL[name], 32, "gfx1250")
 
 
-def test_the_intrinsic() -> None:
-    bits, size, result = NAMES["tr16.b128"]
-    text = kernel('llvm.call_intrinsic "llvm.amdgcn.ds.load.tr16.b128.v8i16"(%piece)', "(!llvm.ptr<3>)", size, result)
-    source = np.random.default_rng(7).integers(0, 256, (32, 16), dtype=np.uint8)
-    out = np.zeros((32, size), np.uint8)
-    program = lower(text.replace("constant(64", "constant(32"), "%in: !llvm.ptr<1>, %out: !llvm.ptr<1>", 512, "gfx1250")
-    launch(program, source, out, block=32)
-    np.testing.assert_array_equal(out, gfx1250(source[np.arange(32) * 5 % 32], bits))
+TYPED = {"b128": ("v8i16", "v8f16", "v8bf16"), "b64": ("v2i32",), "b96": ("v3i32",)}
 
 
+@pytest.mark.archs("gfx1250")
+@pytest.mark.parametrize("kind", ["ds.read", "ds.load", "global.load"])
+def test_intrinsics_with_their_types(kind: str) -> None:
+    """The overloads by result type (IntrinsicsAMDGPU.td)."""
+    arch, lanes = ("gfx950", 64) if kind == "ds.read" else ("gfx1250", 32)
+    for name in GLOBAL if kind == "global.load" else [n for n in NAMES if kind == "ds.load" or "16" not in n]:
+        pointer, t = ("%there", "(!llvm.ptr<1>)") if kind == "global.load" else ("%piece", "(!llvm.ptr<3>)")
+        plain = GLOBAL.get(name, name)
+        for suffix in TYPED[name.partition(".")[2]]:
+            before = NAMES[plain]
+            NAMES[plain] = (*before[:2], f"vector<{suffix[1]}x{suffix[2:]}>")
+            try:
+                check(f'llvm.call_intrinsic "llvm.amdgcn.{kind}.{name}.{suffix}"({pointer})', t, plain, lanes, arch)
+            finally:
+                NAMES[plain] = before
+
+
+@pytest.mark.archs("gfx1250")
 def test_lanes_off_and_alignment() -> None:
     source = np.zeros((64, 16), np.uint8)
     out = np.zeros((64, 8), np.uint8)
@@ -134,6 +147,7 @@ def test_lanes_off_and_alignment() -> None:
     assert "aligned" in only(report).message
 
 
+@pytest.mark.archs("gfx1250")
 def test_other_archs_raise() -> None:
     lds = "%p = llvm.mlir.addressof @lds : !llvm.ptr<3>\n"
     with pytest.raises(UnknownOperation, match="gfx942 does not have it"):

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from machine import BITS, itemwise
 
+pytestmark = pytest.mark.archs("gfx942", "gfx950", "gfx1250")
+
 WIDTHS = [1, 8, 16, 32, 64]
 
 

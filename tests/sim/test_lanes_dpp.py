@@ -16,9 +16,11 @@ import re
 
 import numpy as np
 import pytest
-from machine import PROLOGUE, launch, load_item, lower, store_item
+from machine import PROLOGUE, arch, launch, load_item, lower, store_item, wave
 
 from fourwave.sim.lowering import UnknownOperation
+
+pytestmark = pytest.mark.archs("gfx942", "gfx950", "gfx1250")
 
 LANES = np.arange(64)
 ROW = LANES // 16 * 16
@@ -58,7 +60,19 @@ SOME = """%g5 = llvm.mlir.constant(5 : i32) : i32
 MASKS = {"all": (ALL, LANES >= 0), "some": (SOME, LANES % 5 != 3)}
 
 
-def run_all(active: str, bodies: list[str], *inputs: np.ndarray, arch: str = "gfx950") -> list[np.ndarray]:
+def sources() -> dict[int, np.ndarray]:
+    """SOURCES of the arch: from gfx10 on there is row_xmask, but nothing that crosses rows."""
+    if wave() == 64:
+        return SOURCES
+    kept = {
+        control: source[:32]
+        for control, source in SOURCES.items()
+        if not 0x130 <= control <= 0x13F and control not in (0x142, 0x143)
+    }
+    return kept | {0x160 + n: (ROW + (AT ^ n))[:32] for n in (0, 1, 5, 15)}
+
+
+def run_all(active: str, bodies: list[str], *inputs: np.ndarray, arch: str | None = None) -> list[np.ndarray]:
     """Run bodies, each of which defines %r from %a, %b, ..., where %go holds, in one kernel; other lanes leave 0xDEAD in each result."""
     names, count = ["%a", "%b", "%c", "%d"][: len(inputs)], len(inputs[0])
     text = (
@@ -78,7 +92,7 @@ def run_all(active: str, bodies: list[str], *inputs: np.ndarray, arch: str = "gf
     return list(out)
 
 
-def run(active: str, body: str, *inputs: np.ndarray, arch: str = "gfx950") -> np.ndarray:
+def run(active: str, body: str, *inputs: np.ndarray, arch: str | None = None) -> np.ndarray:
     return run_all(active, [body], *inputs, arch=arch)[0]
 
 
@@ -96,8 +110,8 @@ def dpp(control: int, rows: int = 15, banks: int = 15, zero: bool = False) -> st
 def expected_dpp(
     old: np.ndarray, new: np.ndarray, source: np.ndarray, on: np.ndarray, rows: int, banks: int, zero: bool
 ) -> np.ndarray:
-    out = np.full(64, 0xDEAD, np.uint32)
-    for lane in range(64):
+    out = np.full(len(old), 0xDEAD, np.uint32)
+    for lane in range(len(old)):
         if not on[lane]:
             continue
         if not (rows >> (lane // 16) & 1 and banks >> (lane % 16 // 4) & 1):
@@ -113,16 +127,16 @@ def expected_dpp(
 @pytest.mark.parametrize("lanes", MASKS)
 def test_update_dpp_of_every_control(lanes: str, zero: bool) -> None:
     active, on = MASKS[lanes]
-    old, new = random(1), random(2)
-    results = run_all(active, [dpp(control, zero=zero) for control in SOURCES], old, new)
-    for (control, source), got in zip(SOURCES.items(), results):
+    old, new = random(1, wave()), random(2, wave())
+    results = run_all(active, [dpp(control, zero=zero) for control in sources()], old, new)
+    for (control, source), got in zip(sources().items(), results):
         want = expected_dpp(old, new, source, on, 15, 15, zero)
         np.testing.assert_array_equal(got, want, err_msg=f"dpp control {control:#x}")
 
 
 @pytest.mark.parametrize(("rows", "banks"), [(5, 15), (15, 0xA), (8, 3), (0, 15), (15, 0)])
 def test_update_dpp_masks_keep_the_old_value(rows: int, banks: int) -> None:
-    old, new = random(3), random(4)
+    old, new = random(3, wave()), random(4, wave())
     got = run(ALL, dpp(0x111, rows, banks, True), old, new)
     np.testing.assert_array_equal(got, expected_dpp(old, new, SOURCES[0x111], LANES >= 0, rows, banks, True))
 
@@ -140,6 +154,7 @@ def test_an_xor_over_sixteen_lanes_as_public_kernels_build_it(
     np.testing.assert_array_equal(run(ALL, body, x, x), x[LANES ^ distance])
 
 
+@pytest.mark.archs("gfx942", "gfx950")
 @pytest.mark.parametrize("control", [0x100, 0x131, 0x144, 0x160, 0x200])
 def test_a_dpp_control_that_gfx9_lacks_raises(control: int) -> None:
     with pytest.raises(UnknownOperation, match="DPP control"):
@@ -178,9 +193,19 @@ def test_ds_swizzle_of_every_mode(lanes: str) -> None:
 
 
 def test_wavefrontsize() -> None:
-    np.testing.assert_array_equal(run(ALL, "%r = rocdl.wavefrontsize : i32", random(0)), 64)
+    """64 on CDNA; gfx1250 has waves of 32 only (LLVM, AMDGPUUsage, wavefrontsize)."""
+    want = 32 if arch() == "gfx1250" else 64
+    np.testing.assert_array_equal(run(ALL, "%r = rocdl.wavefrontsize : i32", random(0)), want)
 
 
+@pytest.mark.archs("gfx1250")
+@pytest.mark.parametrize("control", [0x100, 0x130, 0x13C, 0x142, 0x143, 0x170])
+def test_a_dpp_control_that_gfx1250_lacks_raises(control: int) -> None:
+    with pytest.raises(UnknownOperation, match="DPP control"):
+        run(ALL, dpp(control), random(0), random(1))
+
+
+@pytest.mark.archs("gfx1250")
 @pytest.mark.parametrize(("fi", "bound"), [(False, False), (True, False), (False, True)])
 def test_permlanex16(fi: bool, bound: bool) -> None:
     """Lane i of a row reads, in the other row of its pair, the lane that its four bits of the two scalars name."""
@@ -198,6 +223,7 @@ def test_permlanex16(fi: bool, bound: bool) -> None:
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.archs("gfx1250")
 @pytest.mark.parametrize("crossed", [False, True])
 def test_permlane16_var(crossed: bool) -> None:
     """The same with a select per lane; AMD RDNA4 ISA guide, V_PERMLANE16_VAR_B32."""
@@ -209,7 +235,10 @@ def test_permlane16_var(crossed: bool) -> None:
     np.testing.assert_array_equal(got, new[row * 16 + select])
 
 
-def test_permlanex16_is_not_on_gfx9() -> None:
-    body = '%r = "rocdl.permlanex16"(%a, %b, %a, %b) <{fi = false, boundControl = false}> : (i32, i32, i32, i32) -> i32'
-    with pytest.raises(UnknownOperation, match="gfx950 does not have it"):
+@pytest.mark.archs("gfx942", "gfx950")
+@pytest.mark.parametrize("name", ["permlanex16", "permlane16.var", "permlanex16.var"])
+def test_permlanes_of_later_archs(name: str) -> None:
+    selects, types = ("%a, %b", "i32, i32") if name == "permlanex16" else ("%a", "i32")
+    body = f'%r = "rocdl.{name}"(%a, %b, {selects}) <{{fi = false, boundControl = false}}> : (i32, i32, {types}) -> i32'
+    with pytest.raises(UnknownOperation, match=f"{arch()} does not have it"):
         run(ALL, body, random(0), random(1))

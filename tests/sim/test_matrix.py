@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ml_dtypes
@@ -69,6 +70,7 @@ class Form:
     attributes: str = ""
     scaled: int = 0  # K per scale
     modifiers: dict = field(default_factory=dict, hash=False)
+    by_intrinsic: bool = False  # a call of LLVM's intrinsic instead of the rocdl operation
 
     @property
     def id(self) -> str:
@@ -161,11 +163,15 @@ def spread(form: Form, side: str, codes: np.ndarray, element: str) -> np.ndarray
 
 
 def program(form: Form) -> Any:
-    return _program(form.name, form.arch, form.operands, form.attributes, bool(form.scaled), form.scaled == 16)
+    types = [*form.operands[:3], *(["i64" if form.scaled == 16 else "i32"] * 2 if form.scaled else [])]
+    return _program(form.name, form.arch, form.operands, form.attributes, bool(form.scaled), form.scaled == 16,
+                    intrinsic(form, types) if form.by_intrinsic else "")  # fmt: skip
 
 
 @functools.cache
-def _program(name: str, arch: str, operands: tuple[str, ...], attributes: str, scaled: bool, wide: bool) -> Any:
+def _program(
+    name: str, arch: str, operands: tuple[str, ...], attributes: str, scaled: bool, wide: bool, call: str
+) -> Any:
     body = "%tid = rocdl.workitem.id.x : i32\n"
     scale = "i64" if wide else "i32"
     types = [*operands[:3], scale, scale]
@@ -175,9 +181,12 @@ def _program(name: str, arch: str, operands: tuple[str, ...], attributes: str, s
           %{v} = llvm.load %{v}p : !llvm.ptr<1> -> {t}\n"""
     values = "%a, %b, %c" + (", %s, %t" if scaled else "")
     listed = ", ".join(types[: 5 if scaled else 3])
-    body += f"""%d = "rocdl.{name}"({values}) {{{attributes}}} : ({listed}) -> {operands[3]}
+    body += (
+        (call or f'%d = "rocdl.{name}"({values}) {{{attributes}}} : ({listed}) -> {operands[3]}')
+        + f"""
       %dp = llvm.getelementptr %out[%tid] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, {operands[3]}
       llvm.store %d, %dp : {operands[3]}, !llvm.ptr<1>"""
+    )
     return lower(body, ", ".join(f"%{v}: !llvm.ptr<1>" for v in ("ain", "bin", "cin", "sin", "tin", "out")), arch=arch)
 
 
@@ -411,6 +420,63 @@ FORMS = list(forms())
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: f.id)
 def test_exact(form: Form) -> None:
     check(form)
+
+
+WMMA_FORMS = [
+    f for f in FORMS if f.name.startswith("wmma") and "modC" not in f.attributes and "reuse" not in f.attributes
+]
+
+
+@pytest.mark.parametrize("form", WMMA_FORMS, ids=lambda f: f.id)
+def test_wmma_intrinsics(form: Form) -> None:
+    """The same by LLVM's intrinsics, operands as in IntrinsicsAMDGPU.td of LLVM 22: signs or negations before A and B, formats before scaled A and
+    B, the modifier of C before C, row and format before each scale, then reuse flags, clamp."""
+    check(replace(form, by_intrinsic=True))
+
+
+def intrinsic(form: Form, types: list[str]) -> str:
+    """Text that defines %d from %a, %b, %c, %s, %t."""
+    flags = dict(re.findall(r"(\w+) = (?:#rocdl<\w+ )?(\w+)", form.attributes))
+    no, yes = ("i1", "false"), ("i1", "true")
+    wide, short = form.name.startswith("wmma.scale"), form.name.removeprefix("wmma.")
+    a, b, c, s, t = (("", v) for v in "abcst")
+    if wide:
+        formats = [
+            ("i32", str(list(SPELLED.values()).index(flags[f"fmt{x}"]))) if "fmtA" in flags else None for x in "AB"
+        ]
+        rows = [("i32", flags.get(f"scale{x}Type", "row0")[-1]) for x in "AB"]
+        given = [
+            formats[0],
+            a,
+            formats[1],
+            b,
+            ("i16", "0"),
+            c,
+            rows[0],
+            ("i32", "0"),
+            s,
+            rows[1],
+            ("i32", "0"),
+            t,
+            no,
+            no,
+        ]
+    elif form.d == "i32":
+        signs = [yes if flags.get(f"sign{x}") == "true" else no for x in "AB"]
+        given = [signs[0], a, signs[1], b, c, no, no, no]
+    elif BITS[form.a] == 8:
+        given = [a, b, ("i16", "0"), c, no, no]
+    else:
+        given = [no, a, no, b, ("i16", "0"), c, no, no]
+    shapes = dict(zip("abcst", types))
+    text, names, listed = "", [], []
+    for i, (kind, value) in enumerate(g for g in given if g is not None):
+        if kind:
+            text += f"%i{i} = llvm.mlir.constant({value}{'' if kind == 'i1' else f' : {kind}'}) : {kind}\n"
+        names.append(f"%i{i}" if kind else f"%{value}")
+        listed.append(kind or shapes[value])
+    name = f"llvm.amdgcn.wmma.{short.replace('_', '.')}"
+    return text + f'%d = llvm.call_intrinsic "{name}"({", ".join(names)}) : ({", ".join(listed)}) -> {form.operands[3]}'
 
 
 def test_every_matrix_operation_is_tested() -> None:

@@ -323,6 +323,7 @@ def test_buffer_loads_give_zero_out_of_range(t: str, soffset: int) -> None:
         assert (out[lane, size:] == 0xEE).all()
 
 
+@pytest.mark.archs("gfx942", "gfx950")
 @pytest.mark.parametrize("soffset", [0, 6])
 @pytest.mark.parametrize("t", BUFFER_TYPES)
 def test_buffer_stores_out_of_range_are_dropped(t: str, soffset: int) -> None:
@@ -345,6 +346,7 @@ def test_buffer_stores_out_of_range_are_dropped(t: str, soffset: int) -> None:
         np.testing.assert_array_equal(buffer, want, err_msg=hex(offset))
 
 
+@pytest.mark.archs("gfx942", "gfx950")
 def test_num_records_is_unsigned_and_whole() -> None:
     body = (
         RSRC.format(stride=0)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from machine import PROLOGUE, launch, load_item, lower, store_item
 
+pytestmark = pytest.mark.archs("gfx942", "gfx950", "gfx1250")
+
 INTEGER = {
     "add": np.add, "mul": np.multiply, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "smax": np.maximum, "smin": np.minimum,
 }  # fmt: skip

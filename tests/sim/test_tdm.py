@@ -19,6 +19,8 @@ from machine import Address, launch, lower, only
 
 from fourwave.sim.report import Report
 
+pytestmark = pytest.mark.archs("gfx1250", "gfx1250 by intrinsics")
+
 LDS = 8192
 
 
@@ -224,9 +226,24 @@ def test_the_intrinsic_with_two_groups() -> None:
     want = out.copy()
     for at, lds, inside in tile.moves():
         want[lds : lds + tile.size] = source[at : at + tile.size] if inside else 0
-    call = '\n  llvm.call_intrinsic "llvm.amdgcn.tensor.load.to.lds.d2"(%g0, %g1, %c0) : (vector<4xi32>, vector<8xi32>, i32) -> ()'
-    run(FILL + DSWAIT + call + WAIT + DUMP, tile, source, out)
+    call = (
+        '\n  llvm.call_intrinsic "llvm.amdgcn.tensor.{}.d2"(%g0, %g1, %c0) : (vector<4xi32>, vector<8xi32>, i32) -> ()'
+    )
+    run(FILL + DSWAIT + call.format("load.to.lds") + WAIT + DUMP, tile, source, out)
     np.testing.assert_array_equal(out, want)
+
+
+@pytest.mark.archs("gfx1250")
+def test_the_intrinsic_that_stores_two_groups() -> None:
+    tile = SHAPES["2d both edges"]
+    data, memory = pattern(LDS, 1), pattern(16384)
+    want = memory.copy()
+    for at, lds, inside in tile.moves(store=True):
+        if inside:
+            want[at : at + tile.size] = data[lds : lds + tile.size]
+    call = '\n  llvm.call_intrinsic "llvm.amdgcn.tensor.store.from.lds.d2"(%g0, %g1, %c0) : (vector<4xi32>, vector<8xi32>, i32) -> ()'
+    run(FILL + DSWAIT + call + WAIT, tile, memory, data, checks=("memory", "init", "race", "wait", "barrier"))
+    np.testing.assert_array_equal(memory, want)
 
 
 def test_the_bounds_of_the_allocation() -> None:

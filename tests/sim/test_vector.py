@@ -14,6 +14,8 @@ from machine import BITS, itemwise
 
 from fourwave.sim import UnknownOperation
 
+pytestmark = pytest.mark.archs("gfx942", "gfx950", "gfx1250")
+
 ELEMENTS = ["i8", "i16", "bf16", "f16", "i32", "f32", "i64"]
 COUNTS = [2, 3, 8]
 ITEMS = 128

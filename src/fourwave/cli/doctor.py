@@ -128,9 +128,9 @@ def simulator() -> str:
 
 
 def run_doctor_sim(json: Path | None) -> None:
-    """List every operation the simulator has a handler for: on which arch, and the tests that lower it there."""
+    """List every operation the simulator has a handler for, on which arch, and the tests that prove it there; and those it refuses."""
     from fourwave.sim import ARCHS
-    from fourwave.sim.coverage import find_record, operations
+    from fourwave.sim.coverage import find_record, operations, unhandled
 
     console = out.stdout()
     handled = operations()
@@ -156,14 +156,23 @@ def run_doctor_sim(json: Path | None) -> None:
         table.add_column(heading, justify="left" if not heading else "right")
     for name, count in (
         ("operations handled", lambda arch: sum(arch in o.archs for o in handled)),
-        ("  of them lowered by a test for this arch", lambda arch: sum(arch in o.tests for o in handled)),
+        ("  of them with a test that fails without them", lambda arch: sum(arch in o.tests for o in handled)),
     ):
         table.add_row(name, *(str(count(arch)) for arch in ARCHS))
     out.show(console, table, "In all")
+    refused: list[str] | str
+    try:
+        refused = unhandled()
+        console.print(f"Not modelled; a kernel that holds one raises, naming it: {escape(', '.join(refused))}")
+    except ImportError as error:
+        refused = f"FlyDSL, whose operations these are, cannot be imported: {error}"
+        console.print(f"What is not modelled: {escape(refused)}")
     if not recorded:
-        console.print("Which tests lower them is recorded in a checkout only (tests/sim/handled.json).")
+        console.print("Which tests prove them is recorded in a checkout only (tests/sim/handled.json).")
     if json:
-        out.write_json(json, {"operations": [dataclasses.asdict(operation) for operation in handled]})
+        out.write_json(
+            json, {"operations": [dataclasses.asdict(operation) for operation in handled], "not_modelled": refused}
+        )
 
 
 def default_backend() -> str:

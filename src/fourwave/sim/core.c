@@ -460,7 +460,7 @@ static void count_banks(Group *g, const u32 *address, u64 exec, i32 bytes) {
     }
 }
 
-enum { U_NEG, U_ABS, U_SQRT, U_RCP, U_RSQ, U_EXP2, U_LOG2, U_EXP, U_LOG, U_SIN, U_COS, U_TANH, U_FLOOR, U_CEIL, U_TRUNC, U_RINT, U_ROUND, U_ERF, U_FRACT };
+enum { U_NEG, U_ABS, U_SQRT, U_RCP, U_RSQ, U_EXP2, U_LOG2, U_EXP, U_LOG, U_SIN, U_COS, U_TANH, U_FLOOR, U_CEIL, U_TRUNC, U_RINT, U_ROUND, U_ERF };
 
 static float unary(i32 which, float x) {
     switch (which) {
@@ -480,7 +480,6 @@ static float unary(i32 which, float x) {
     case U_RINT: return rintf(x);
     case U_ROUND: return roundf(x);
     case U_ERF: return erff(x);
-    case U_FRACT: return x - floorf(x);
     }
     return x;
 }
@@ -835,16 +834,11 @@ static void run_wave(Group *g, Wave *w) {
             const uint8_t *source[W];
             u64 lanes = 0;
             if (kind != OP_BUFFER_LOAD_LDS) { n = p[10]; for (i32 i = 0; i < n; i++) dest[i] = R(p[11 + i]); w->vm_issued++; }
-            (void)r3;
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
-#if W == 32 /* gfx1250: base 57 bits, num_records 45, stride 14 from bit 108 (LLVM, AMDGPULegalizerInfo, make.buffer.rsrc with 45-bit num_records) */
-                u64 base = ((u64)(r1[l] & 0x1ffffff) << 32) | r0[l], records = (u64)(r1[l] >> 25) | (u64)r2[l] << 7 | (u64)(r3[l] & 63) << 39;
-                u32 stride = r3[l] >> 12 & 0x3fff;
-#else
-                u64 base = ((u64)(r1[l] & 0xffff) << 32) | r0[l], records = r2[l];
-                u32 stride = r1[l] >> 16 & 0x3fff;
-#endif
+                const Buffer resource = buffer_of(r0[l], r1[l], r2[l], r3[l]);
+                u64 base = resource.base, records = resource.records;
+                u32 stride = resource.stride;
                 u64 o = (u64)(u32)(voffset[l] + imm) + soffset[l];
                 if (stride) report(g, F_MEMORY, line, w, l, base, -1, -1, 5);
                 u64 x = base + o;

@@ -1,6 +1,7 @@
-"""What the simulator handles, per arch, and which tests lower it: from the registered handlers, and a record made by running the tests:
+"""What the simulator handles, per arch, and which tests prove it right: from the registered handlers, and a record that the tests make.
 
-pytest tests/sim --handled tests/sim/handled.json
+The record, tests/sim/handled.json, names for each operation and arch a file of tests of which one fails once the operation is made wrong there
+(tests/sim/prove.py says how it is made).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .lowering.asm import MNEMONICS
 from .lowering.intrinsics import INTRINSICS
 
 _TITLES = {
-    "arith": "integers and floats", "asm": "inline assembly", "atomics": "atomics", "control": "control flow", "convert": "conversions",
+    "arith": "integers and floats", "asm": "inline assembly", "atomics": "atomics", "control": "control flow", "convert": "conversions", "dot": "dot products",
     "gfx1250": "gfx1250's own", "intrinsics": "calls of intrinsics", "lanes": "between lanes", "matrix": "matrix unit", "memory": "memory",
     "order": "order", "private": "private memory", "reduce": "reductions", "vectors": "vectors",
 }  # fmt: skip
@@ -34,7 +35,7 @@ class Operation:
     kind: str
     group: str
     archs: tuple[str, ...]
-    tests: dict[str, tuple[str, ...]]  # arch -> files of tests/sim that lower it there; empty outside a checkout
+    tests: dict[str, tuple[str, ...]]  # arch -> files of tests/sim that prove it there; empty outside a checkout
 
 
 class _Passed(Exception):
@@ -84,6 +85,14 @@ def operations(record: Path | None = None) -> list[Operation]:
             tests = {arch: tuple(files) for arch, files in ran.get(name, {}).items()}
             found.append(Operation(name, kind, _TITLES.get(module, module), archs, tests))
     return sorted(found, key=lambda o: (o.group, o.kind, o.name))
+
+
+def unhandled() -> list[str]:
+    """Operations of FlyDSL's rocdl dialect that have no handler: kernels that hold them raise UnknownOperation."""
+    from flydsl._mlir.dialects import rocdl
+
+    named = {getattr(value, "OPERATION_NAME", "") for value in vars(rocdl).values()}
+    return sorted(name for name in named if name.startswith("rocdl.") and name not in HANDLERS)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,18 @@
 #pragma once
 #include "formats.h"
 
+/* A buffer resource's four dwords. */
+typedef struct { u64 base, records; u32 stride; } Buffer;
+
+static inline Buffer buffer_of(u32 r0, u32 r1, u32 r2, u32 r3) {
+#if W == 32 /* gfx1250: base 57 bits, num_records 45, stride 14 from bit 108 (LLVM, AMDGPULegalizerInfo, make.buffer.rsrc with 45-bit num_records) */
+    return (Buffer){((u64)(r1 & 0x1ffffff) << 32) | r0, (u64)(r1 >> 25) | (u64)r2 << 7 | (u64)(r3 & 63) << 39, r3 >> 12 & 0x3fff};
+#else       /* CDNA3 ISA guide, table of the buffer resource descriptor */
+    (void)r3;
+    return (Buffer){((u64)(r1 & 0xffff) << 32) | r0, r2, r1 >> 16 & 0x3fff};
+#endif
+}
+
 /* Lane that lane `l` reads under a DPP control word, or -1 where there is none (beyond its row or the wave). Sources: AMD CDNA3 ISA guide, table
  * "DPP_CTRL enumeration" (quad_perm .. row_bcast31) and LLVM's AMDGPU assembler syntax for row_newbcast (gfx90a on); row_share and row_xmask:
  * AMD RDNA ISA guides. The two meanings of 0x150 agree: every lane of a row reads the row's lane N. */

@@ -365,8 +365,8 @@ static void multiply_matrix(const Matrix *x, const u32 *const *a, const u32 *con
         int dwords = (x->k * x->n * x->blocks * formats[x->format_b].bits + 32 * W - 1) / (32 * W);
         for (int i = 0; i < dwords; i++) {
             for (int l = 0; l < W; l++) {
-                int from = x->blgp == 1 ? l % 32 : x->blgp == 2 ? l % 32 + 32 : x->blgp == 3 ? (l + 16) % 64 : l % 16 + 16 * (x->blgp - 4);
-                moved[i][l] = b[i][from % W];
+                int lane = x->blgp == 1 ? l % 32 : x->blgp == 2 ? l % 32 + 32 : x->blgp == 3 ? (l + 16) % 64 : l % 16 + 16 * (x->blgp - 4);
+                moved[i][l] = b[i][lane % W];
             }
             moved_b[i] = moved[i];
         }
@@ -375,11 +375,11 @@ static void multiply_matrix(const Matrix *x, const u32 *const *a, const u32 *con
     Layout y = layout_of(x, 0);
     int integer = x->format_d == T_I32, narrow = x->format_d == T_F16 || x->format_d == T_BF16, narrow_c = x->format_c == T_F16 || x->format_c == T_BF16;
     for (int block = 0; block < x->blocks; block++) {
-        int from = x->cbsz ? (block >> x->cbsz << x->cbsz) + x->abid : block;
 #if W == 32
         int halves = x->m / 16, dwords = x->k * 16 * formats[x->format_a].bits / (32 * W);
         for (int h = 0; h < halves; h++) decode(values_a + 16 * h, a + h * dwords, 16, x->m, x->k, 1, 0, x->chunk_a, x->format_a);
 #else
+        int from = x->cbsz ? (block >> x->cbsz << x->cbsz) + x->abid : block;
         decode(values_a, a, x->m, x->m, x->k, x->blocks, from, x->chunk_a, x->format_a);
 #endif
         decode(values_b, b, x->n, x->n, x->k, x->blocks, block, x->chunk_b, x->format_b);

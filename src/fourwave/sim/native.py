@@ -87,6 +87,12 @@ def unavailable() -> str | None:
     return None
 
 
+def flags(wave_size: int) -> list[str]:
+    """The compiler's options for the core of waves of `wave_size` lanes."""
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+    return [*_FLAGS, f"-DW={wave_size}", native]
+
+
 def _processor() -> str:
     """What -march=native depends on: the processor's feature list."""
     try:
@@ -104,14 +110,12 @@ def library(wave_size: int = 64) -> ctypes.CDLL:
         compiler = find_compiler()
         if reason or compiler is None:
             raise RuntimeError(reason)
-        flags = [
-            *_FLAGS,
-            f"-DW={wave_size}",
-            "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",
-        ]
+        options = flags(wave_size)
         sources = [_HERE / "core.c", *(f for kind in ("h", "inc", "def") for f in sorted(_HERE.glob(f"*.{kind}")))]
         key = hashlib.sha256(
-            "\0".join([*(s.read_text() for s in sources), *compiler, *flags, _processor(), platform.machine()]).encode()
+            "\0".join(
+                [*(s.read_text() for s in sources), *compiler, *options, _processor(), platform.machine()]
+            ).encode()
         )
         path = env.cache_dir() / "sim" / f"core-{key.hexdigest()[:24]}.so"
         if not path.exists():
@@ -119,7 +123,7 @@ def library(wave_size: int = 64) -> ctypes.CDLL:
             with tempfile.TemporaryDirectory(dir=path.parent) as folder:
                 built = Path(folder) / "core.so"
                 done = subprocess.run(
-                    [*compiler, *flags, str(sources[0]), "-o", str(built), "-lm", "-lpthread"],
+                    [*compiler, *options, str(sources[0]), "-o", str(built), "-lm", "-lpthread"],
                     capture_output=True,
                     text=True,
                 )

@@ -26,7 +26,7 @@ OPS: dict[str, tuple[int, str]] = {
 }
 # The order of core.c's enum that starts with U_NEG.
 FUNARY = (
-    "neg abs sqrt rcp rsq exp2 log2 exp log sin cos tanh floor ceil trunc rint round erf fract".split()
+    "neg abs sqrt rcp rsq exp2 log2 exp log sin cos tanh floor ceil trunc rint round erf".split()
 )  # fmt: skip
 # Reads count as effects: their addresses are checked. So does everything without a result.
 _EFFECTS = {name for name, (_, signature) in OPS.items() if "d" not in signature or "s" in signature} | {

@@ -10,6 +10,7 @@ from . import (
     atomics,
     control,
     convert,
+    dot,
     gfx1250,
     intrinsics,
     lanes,

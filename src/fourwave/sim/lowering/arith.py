@@ -20,13 +20,12 @@ _FCMP = [0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13, 14, 8, 15]
 _FLOAT_OPS = {
     "fadd": "FADD", "fsub": "FSUB", "fmul": "FMUL", "fdiv": "FDIV", "frem": "FREM", "intr.maxnum": "FMAXNUM", "intr.minnum": "FMINNUM",
     "intr.maximum": "FMAXIMUM", "intr.minimum": "FMINIMUM", "intr.copysign": "COPYSIGN", "intr.pow": "FPOW",
-    "intr.maximumnum": "FMAXNUM", "intr.minimumnum": "FMINNUM",
 }  # fmt: skip
 _DOUBLE_OPS = {"fadd": "DFADD", "fsub": "DFSUB", "fmul": "DFMUL", "fdiv": "DFDIV"}
 _FLOAT_UNARY = {
     "fneg": "neg", "intr.fabs": "abs", "intr.sqrt": "sqrt", "intr.exp2": "exp2", "intr.exp": "exp", "intr.log2": "log2", "intr.log": "log",
     "intr.sin": "sin", "intr.cos": "cos", "intr.tanh": "tanh", "intr.floor": "floor", "intr.ceil": "ceil", "intr.trunc": "trunc",
-    "intr.rint": "rint", "intr.roundeven": "rint", "intr.nearbyint": "rint", "intr.round": "round", "intr.erf": "erf",
+    "intr.rint": "rint", "intr.roundeven": "rint", "intr.nearbyint": "rint", "intr.round": "round",
 }  # fmt: skip
 _ROCDL_UNARY = {
     "rcp": "rcp",
@@ -35,7 +34,6 @@ _ROCDL_UNARY = {
     "exp2": "exp2",
     "log": "log2",
     "tanh": "tanh",
-    "fract": "fract",
 }
 
 
@@ -184,6 +182,8 @@ def _float_unary(k: Lowering, o: Any) -> Value:
     if o.name == "rocdl.tanh" and k.arch != "gfx1250":  # LLVM's assembler knows v_tanh_* there alone
         raise k.fail(f"{o.name}: {k.arch} does not have it", o)
     name = k._float_element(k.result_type(o))
+    if dialect == "rocdl" and name == "bf16" and k.arch != "gfx1250":  # so are its v_*_bf16
+        raise k.fail(f"{o.name} of bf16: {k.arch} does not have it", o)
     if name == "f64":
         if which not in ("neg", "abs"):
             raise k.fail(f"{o.name} on f64", o)

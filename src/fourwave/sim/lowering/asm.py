@@ -7,6 +7,7 @@ the last operand. Constraints (LLVM LangRef, inline assembler constraints): =v =
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 
 from ..ir_types import Type, dwords, parse
 from ..program import FUNARY, Block
-from .base import HANDLERS, Lowering, Regs, Value, handles
+from .base import HANDLERS, WAVE_SIZE, Lowering, Regs, Value, handles
 
 
 @dataclass
@@ -111,12 +112,28 @@ Instruction = Callable[[Lowering, Line], None]
 MNEMONICS: dict[str, Instruction] = {}
 
 
-def _instruction(*names: str) -> Callable[[Instruction], Instruction]:
+_GFX9, _GFX950 = ("gfx942", "gfx950"), ("gfx950",)
+_UNCOUNTED = "on {arch} memory instructions in assembly are not modelled: the counters they wait by are not followed"
+
+_NO_BRANCH = "on {arch} nothing is modelled in assembly that a branch could skip"
+
+
+def _instruction(
+    *names: str, archs: tuple[str, ...] = tuple(WAVE_SIZE), why: str = "{arch} does not have it"
+) -> Callable[[Instruction], Instruction]:
+    """Register a handler. archs: those that have the instructions, by what llvm-mc 22 takes; why: what others are told."""
+
     def register(f: Instruction) -> Instruction:
+        @functools.wraps(f)
+        def checked(k: Lowering, line: Line) -> None:
+            if k.arch not in archs:
+                raise line.fail(why.format(arch=k.arch))
+            f(k, line)
+
         for name in names:
             assert name not in MNEMONICS, name
-            MNEMONICS[name] = f
-        return f
+            MNEMONICS[name] = checked
+        return f  # another @_instruction may follow
 
     return register
 
@@ -187,14 +204,14 @@ def _enter(k: Lowering, block: Block, jump: bool) -> None:
     k.extracted = {}
 
 
-@_instruction("s_cmp_eq_u32", "s_cmp_lg_u32", "s_cmp_eq_i32", "s_cmp_lg_i32")
+@_instruction("s_cmp_eq_u32", "s_cmp_lg_u32", "s_cmp_eq_i32", "s_cmp_lg_i32", archs=_GFX9, why=_NO_BRANCH)
 def _compare_scalar(k: Lowering, line: Line) -> None:
     line.take()
     line.count(2)
     line.state.scc = k.out("EQ" if "_eq_" in line.mnemonic else "NE", line.read(0)[0], line.read(1)[0])
 
 
-@_instruction("s_cbranch_scc0", "s_cbranch_scc1")
+@_instruction("s_cbranch_scc0", "s_cbranch_scc1", archs=_GFX9, why=_NO_BRANCH)
 def _branch(k: Lowering, line: Line) -> None:
     """Forward, to a numbered label of the same text; what lies between must not write results."""
     line.count(1)
@@ -214,27 +231,26 @@ def _branch(k: Lowering, line: Line) -> None:
 # -- order, hints ------------------------------------------------------------------------------------------------------
 
 
-@_instruction("s_nop", "s_setprio", "s_sleep", "s_sethalt", "s_ttracedata", "sched_barrier", "s_icache_inv")
+@_instruction("s_nop", "s_setprio", "s_sleep", "s_sethalt", "s_ttracedata", "s_icache_inv")
 def _hint(k: Lowering, line: Line) -> None:
     pass
 
 
-@_instruction("buffer_inv", "buffer_wbl2", "s_dcache_inv", "s_dcache_wb")
+@_instruction("s_dcache_inv")
+@_instruction("buffer_inv", "buffer_wbl2", "s_dcache_wb", archs=_GFX9)
 def _cache(k: Lowering, line: Line) -> None:
     """Caches are not modelled: memory is the one copy. What a kernel must wait for, other instructions say."""
 
 
-@_instruction("s_barrier")
+@_instruction("s_barrier", archs=_GFX9)
 def _barrier(k: Lowering, line: Line) -> None:
     line.count(0)
     k.emit("BARRIER")
 
 
-@_instruction("s_waitcnt")
+@_instruction("s_waitcnt", archs=_GFX9)
 def _waitcnt(k: Lowering, line: Line) -> None:
     """Named counters, or the encoded word of gfx9: vmcnt bits 3:0 and 15:14, expcnt 6:4, lgkmcnt 11:8 (CDNA3 ISA guide, S_WAITCNT)."""
-    if not k.arch.startswith("gfx9"):
-        raise line.fail(f"{k.arch} has other counters")
     rest = line.text.partition(" ")[2].strip()
     if re.fullmatch(r"0x[0-9a-fA-F]+|\d+", rest):
         bits = int(rest, 0)
@@ -259,7 +275,7 @@ def _resource(line: Line, index: int) -> Regs:
     return line.read(index, 4)
 
 
-@_instruction("buffer_load_dword", "buffer_load_dwordx3", "buffer_load_dwordx4")
+@_instruction("buffer_load_dword", "buffer_load_dwordx3", "buffer_load_dwordx4", archs=_GFX9, why=_UNCOUNTED)
 def _buffer_load_lds(k: Lowering, line: Line) -> None:
     """(vaddr, resource, soffset) with `lds`: LDS address = m0 + offset + the lane's place (CDNA3 ISA guide, section 9.1.9)."""
     if "lds" not in line.modifiers:
@@ -282,7 +298,7 @@ def _loaded(k: Lowering, line: Line, loaded: list[int], lgkm: bool) -> None:
     line.write(0, tuple(results))
 
 
-@_instruction("buffer_load_ubyte", "buffer_load_ushort", "buffer_load_dwordx2")
+@_instruction("buffer_load_ubyte", "buffer_load_ushort", "buffer_load_dwordx2", archs=_GFX9, why=_UNCOUNTED)
 def _buffer_load(k: Lowering, line: Line) -> None:
     line.take("offen", "offset", *_CACHE)
     line.count(4)
@@ -295,7 +311,11 @@ def _buffer_load(k: Lowering, line: Line) -> None:
     _loaded(k, line, out, False)
 
 
-@_instruction(*(f"global_load_{name}" for name in ("ubyte", "ushort", "dword", "dwordx2", "dwordx3", "dwordx4")))
+@_instruction(
+    *(f"global_load_{name}" for name in ("ubyte", "ushort", "dword", "dwordx2", "dwordx3", "dwordx4")),
+    archs=_GFX9,
+    why=_UNCOUNTED,
+)
 def _global_load(k: Lowering, line: Line) -> None:
     line.take("offset", *_CACHE)
     line.count(3)
@@ -309,7 +329,7 @@ def _global_load(k: Lowering, line: Line) -> None:
     _loaded(k, line, out, False)
 
 
-@_instruction(*(f"ds_read_{name}" for name in ("u8", "u16", "b32", "b64", "b96", "b128")))
+@_instruction(*(f"ds_read_{name}" for name in ("u8", "u16", "b32", "b64", "b96", "b128")), archs=_GFX9, why=_UNCOUNTED)
 def _ds_read(k: Lowering, line: Line) -> None:
     line.take("offset")
     line.count(2)
@@ -319,12 +339,10 @@ def _ds_read(k: Lowering, line: Line) -> None:
     _loaded(k, line, out, True)
 
 
-@_instruction("ds_read_b64_tr_b16", "ds_read_b64_tr_b8", "ds_read_b64_tr_b4")
+@_instruction("ds_read_b64_tr_b16", "ds_read_b64_tr_b8", "ds_read_b64_tr_b4", archs=_GFX950)
 def _ds_read_transposed(k: Lowering, line: Line) -> None:
     line.take("offset")
     line.count(2)
-    if k.arch != "gfx950":
-        raise line.fail(f"{k.arch} does not have it")
     bits, out = int(line.mnemonic.rpartition("b")[2]), [k.b.new(), k.b.new()]
     if bits == 16:
         k.emit("DS_READ_TR16_B64", line.number("offset"), line.read(1)[0], 0, *out)
@@ -333,18 +351,19 @@ def _ds_read_transposed(k: Lowering, line: Line) -> None:
     _loaded(k, line, out, True)
 
 
-@_instruction("global_load_lds_dword", "global_load_lds_dwordx3", "global_load_lds_dwordx4")
+@_instruction("global_load_lds_dword", archs=_GFX9)
+@_instruction("global_load_lds_dwordx3", "global_load_lds_dwordx4", archs=_GFX950)
 def _global_load_lds(k: Lowering, line: Line) -> None:
     """(address, off): LDS address = m0 + offset + the lane's place."""
     line.take("offset", *_CACHE)
     line.count(2)
     size = _SIZES[line.mnemonic.rpartition("_")[2]]
-    if line.operands[1] != "off" or (size != 4 and k.arch != "gfx950"):
-        raise line.fail(f"a copy to LDS on {k.arch}")
+    if line.operands[1] != "off":
+        raise line.fail("a scalar base address")
     k.emit("GLOBAL_LOAD_LDS", line.number("offset"), *line.read(0, 2), size, m0(k))
 
 
-@_instruction("buffer_store_byte", "buffer_store_short", "buffer_store_dword", "buffer_store_dwordx2", "buffer_store_dwordx3", "buffer_store_dwordx4")  # fmt: skip
+@_instruction("buffer_store_byte", "buffer_store_short", "buffer_store_dword", "buffer_store_dwordx2", "buffer_store_dwordx3", "buffer_store_dwordx4", archs=_GFX9, why=_UNCOUNTED)  # fmt: skip
 def _buffer_store(k: Lowering, line: Line) -> None:
     line.take("offen", "offset", *_CACHE)
     line.count(4)
@@ -356,7 +375,7 @@ def _buffer_store(k: Lowering, line: Line) -> None:
     k.emit("BUFFER_STORE", line.number("offset"), *_resource(line, 2), voffset, line.read(3)[0], size, list(value))
 
 
-@_instruction("global_store_byte", "global_store_short", "global_store_dword", "global_store_dwordx2", "global_store_dwordx3", "global_store_dwordx4")  # fmt: skip
+@_instruction("global_store_byte", "global_store_short", "global_store_dword", "global_store_dwordx2", "global_store_dwordx3", "global_store_dwordx4", archs=_GFX9, why=_UNCOUNTED)  # fmt: skip
 def _global_store(k: Lowering, line: Line) -> None:
     line.take("offset", *_CACHE)
     line.count(3)
@@ -369,7 +388,16 @@ def _global_store(k: Lowering, line: Line) -> None:
     k.emit("GLOBAL_STORE", line.number("offset"), *line.read(0, 2), size, list(value))
 
 
-@_instruction("ds_write_b8", "ds_write_b16", "ds_write_b32", "ds_write_b64", "ds_write_b96", "ds_write_b128")
+@_instruction(
+    "ds_write_b8",
+    "ds_write_b16",
+    "ds_write_b32",
+    "ds_write_b64",
+    "ds_write_b96",
+    "ds_write_b128",
+    archs=_GFX9,
+    why=_UNCOUNTED,
+)
 def _ds_write(k: Lowering, line: Line) -> None:
     line.take("offset")
     line.count(2)
@@ -462,7 +490,11 @@ def _source(line: Line, index: int) -> Slot:
     return slot
 
 
-@_instruction(*_PLAIN_MFMA)
+_DOUBLED_K = [name for name in _PLAIN_MFMA if re.search(r"x32_b?f16|32x32x16_b?f16|x64_i8|32x32x32_i8", name)]
+
+
+@_instruction(*_DOUBLED_K, archs=_GFX950)
+@_instruction(*(name for name in _PLAIN_MFMA if name not in _DOUBLED_K), archs=_GFX9)
 def _mfma(k: Lowering, line: Line) -> None:
     line.take()
     line.count(4)
@@ -471,7 +503,9 @@ def _mfma(k: Lowering, line: Line) -> None:
 
 
 @_instruction(
-    *(f"v_mfma_f32_{shape}_f8f6f4" for shape in _F8F6F4), *(f"v_mfma_scale_f32_{shape}_f8f6f4" for shape in _F8F6F4)
+    *(f"v_mfma_f32_{shape}_f8f6f4" for shape in _F8F6F4),
+    *(f"v_mfma_scale_f32_{shape}_f8f6f4" for shape in _F8F6F4),
+    archs=_GFX950,
 )
 def _mfma_f8f6f4(k: Lowering, line: Line) -> None:
     """cbsz and blgp give A's and B's format; op_sel and op_sel_hi bits 0 and 1 the byte of A's and B's scales (LLVM, VOP3PInstructions.td)."""
@@ -516,7 +550,8 @@ _UNARY = {
 }
 
 
-@_instruction("v_mov_b32", "s_mov_b32", "v_accvgpr_read_b32", "v_accvgpr_write_b32", "v_accvgpr_mov_b32")
+@_instruction("v_mov_b32", "s_mov_b32")
+@_instruction("v_accvgpr_read_b32", "v_accvgpr_write_b32", "v_accvgpr_mov_b32", archs=_GFX9)
 def _mov(k: Lowering, line: Line) -> None:
     line.take()
     line.count(2)
@@ -559,14 +594,14 @@ _VECTOR_COMPARE = {
 
 @_instruction(*_VECTOR_COMPARE)
 def _compare_vector(k: Lowering, line: Line) -> None:
-    """A bit a lane, 0 where it is switched off, into a pair of scalar registers."""
+    """A bit a lane, 0 where it is switched off, into a pair of scalar registers (one for waves of 32 lanes)."""
     line.take()
     line.count(3)
     op, swap = _VECTOR_COMPARE[re.sub(r"_e64$", "", line.mnemonic)]
     a, b = line.read(1 + swap)[0], line.read(2 - swap)[0]
     lo, hi = k.b.new(), k.b.new()
     k.emit("BALLOT", lo, hi, k.out(op, a, b))
-    line.write(0, (lo, hi))
+    line.write(0, (lo, hi)[: WAVE_SIZE[k.arch] // 32])
 
 
 @_instruction("v_cndmask_b32")
@@ -574,9 +609,9 @@ def _cndmask(k: Lowering, line: Line) -> None:
     """The second source where the lane's bit of the mask is set, else the first."""
     line.take()
     line.count(4)
-    lo, hi = line.read(3, 2)
+    mask = line.read(3, WAVE_SIZE[k.arch] // 32)
     lane = k.out("LANE_ID")
-    word = k.out("SELECT", k.out("ULT", lane, k.const(32)), lo, hi)
+    word = k.out("SELECT", k.out("ULT", lane, k.const(32)), mask[0], mask[-1])
     bit = k.out("AND", k.out("LSHR", word, k.out("AND", lane, k.const(31))), k.const(1))
     line.write(0, (k.out("SELECT", bit, line.read(2)[0], line.read(1)[0]),))
 
@@ -600,18 +635,17 @@ def _packed(k: Lowering, line: Line) -> None:
     line.write(0, tuple(k.out(op, *(s[half] for s in sources)) for half in (0, 1)))
 
 
-@_instruction("v_cvt_pk_bf16_f32")
+@_instruction("v_cvt_pk_bf16_f32", archs=("gfx950", "gfx1250"))
 def _cvt_pk_bf16(k: Lowering, line: Line) -> None:
     """Low half from the first source, nearest even (CDNA4 ISA guide)."""
     line.take()
     line.count(3)
-    if k.arch == "gfx942":
-        raise line.fail("gfx942 does not have it")
     low, high = (k.out("F32_TO_BF16", line.read(i)[0]) for i in (1, 2))
     line.write(0, (k.out("INSERT", low, high, 16, 0xFFFF),))
 
 
-@_instruction("v_cvt_off_f32_i4", "v_cvt_off_f32_i4_sdwa")
+@_instruction("v_cvt_off_f32_i4")
+@_instruction("v_cvt_off_f32_i4_sdwa", archs=_GFX9)
 def _cvt_off(k: Lowering, line: Line) -> None:
     """The low four bits of the chosen byte, signed, over 16 (AMD CDNA3 ISA guide, V_CVT_OFF_F32_I4)."""
     line.take("dst_sel", "dst_unused", "src0_sel")

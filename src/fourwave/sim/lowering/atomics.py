@@ -96,8 +96,6 @@ _BUFFER = {"fadd": _FADD, "fmax": _FMAX, "smax": _SMAX, "umin": _UMIN, "cmpswap"
 @handles(*(f"rocdl.raw.ptr.buffer.atomic.{name}" for name in _BUFFER))
 def _buffer_atomic(k: Lowering, o: Any) -> Value:
     """(value, resource, voffset, soffset), or (new value, compared value, resource, ...); the old contents where the operation has a result."""
-    if not k.arch.startswith("gfx9"):
-        raise k.fail(f"{o.name} on {k.arch}", o)  # its buffer resource has another layout
     op = _BUFFER[o.name.rpartition(".")[2]]
     t, operands, first = k.operand_type(o, 0), k.operand(o, 0), 1
     if op == CMPXCHG:  # lanes.h wants the compared value first

@@ -5,6 +5,7 @@ Sources: LLVM's AMDGPU backend (AMDGPUUsage, IntrinsicsAMDGPU.td) for the operat
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ..ir_types import dwords
@@ -200,14 +201,14 @@ _GFX950_TRANSPOSES = {"tr8.b64": (8, 2), "tr4.b64": (4, 2), "tr6.b96": (6, 3)}
 _GLOBAL_TRANSPOSES = {"tr.b128": (16, 4), "tr.b64": (8, 2), "tr4.b64": (4, 2), "tr6.b96": (6, 3)}
 
 
+def _overloads(kind: str, names: Iterable[str]) -> list[str]:
+    """The intrinsics by name, alone and with the result types that they take (IntrinsicsAMDGPU.td)."""
+    types = {"b128": (".v8i16", ".v8f16", ".v8bf16"), "b64": (".v2i32",), "b96": (".v3i32",)}
+    return [f"llvm.amdgcn.{kind}.{name}{t}" for name in names for t in ("", *types[name.rpartition(".")[2]])]
+
+
 @handles(*(f"rocdl.ds.load.{name}" for name in _TRANSPOSES))
-@intrinsic(
-    *(
-        f"llvm.amdgcn.ds.load.{name}{t}"
-        for name in _TRANSPOSES
-        for t in ("", ".v8i16", ".v8f16", ".v8bf16", ".v2i32", ".v3i32")
-    )
-)
+@intrinsic(*_overloads("ds.load", _TRANSPOSES))
 def _ds_load_tr(k: Lowering, o: Any) -> Value:
     _only_gfx1250(k, o)
     short = _name(k, o).partition("ds.load.")[2]
@@ -218,7 +219,7 @@ def _ds_load_tr(k: Lowering, o: Any) -> Value:
 
 
 @handles(*(f"rocdl.ds.read.{name}" for name in _GFX950_TRANSPOSES))
-@intrinsic(*(f"llvm.amdgcn.ds.read.{name}{t}" for name in _GFX950_TRANSPOSES for t in ("", ".v2i32", ".v3i32")))
+@intrinsic(*_overloads("ds.read", _GFX950_TRANSPOSES))
 def _ds_read_tr(k: Lowering, o: Any) -> Value:
     if k.arch != "gfx950":
         raise k.fail(f"{_name(k, o)}: {k.arch} does not have it", o)
@@ -230,13 +231,7 @@ def _ds_read_tr(k: Lowering, o: Any) -> Value:
 
 
 @handles(*(f"rocdl.global.load.{name}" for name in _GLOBAL_TRANSPOSES))
-@intrinsic(
-    *(
-        f"llvm.amdgcn.global.load.{name}{t}"
-        for name in _GLOBAL_TRANSPOSES
-        for t in ("", ".v8i16", ".v8f16", ".v8bf16", ".v2i32", ".v3i32")
-    )
-)
+@intrinsic(*_overloads("global.load", _GLOBAL_TRANSPOSES))
 def _global_load_tr(k: Lowering, o: Any) -> Value:
     _only_gfx1250(k, o)
     short = _name(k, o).partition("global.load.")[2]

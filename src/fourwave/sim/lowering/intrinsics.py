@@ -61,8 +61,6 @@ def _ptr_s_buffer_load(k: Lowering, o: Any) -> Value:
 
 
 def _scalar_load(k: Lowering, o: Any) -> Value:
-    if not k.arch.startswith("gfx9"):
-        raise k.fail(f"a scalar buffer load on {k.arch}", o)  # its resource has another layout
     out = [k.b.new() for _ in range(dwords(k.result_type(o)))]
     k.emit("S_BUFFER_LOAD", *k.operand(o, 0), k.operand(o, 1)[0], 4 * len(out), out)
     return tuple(out)

@@ -48,6 +48,8 @@ def _mbcnt(k: Lowering, o: Any) -> Value:
 
 @handles("rocdl.permlane16.swap", "rocdl.permlane32.swap")
 def _permlane_swap(k: Lowering, o: Any) -> Value:
+    if k.arch == "gfx942" or (k.arch == "gfx1250" and "32" in o.name):  # llvm-mc 22
+        raise k.fail(f"{o.name}: {k.arch} does not have it", o)
     a, b = k.b.new(), k.b.new()
     k.emit("PERMLANE_SWAP", a, b, k.operand(o, 0)[0], k.operand(o, 1)[0], 16 if "16" in o.name else 32)
     return [(a,), (b,)]

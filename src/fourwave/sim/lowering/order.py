@@ -10,7 +10,7 @@ from .gfx1250 import emit_barrier
 
 # Hints to the scheduler or the clock: no effect on values or order.
 _NOTES = {
-    "sched.barrier", "sched.group.barrier", "iglp.opt", "s.setprio", "s.sleep", "s.nop", "s.sethalt", "wave.barrier", "s.prefetch.inst",
+    "sched.barrier", "sched.group.barrier", "iglp.opt", "s.setprio", "s.sleep", "s.nop", "wave.barrier",
 }  # fmt: skip
 
 
