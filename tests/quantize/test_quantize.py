@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fourwave as fw
 from fourwave import formats
 from fourwave.formats.scaling import expand_scale
-from fourwave.quantize import FORMATS
+from fourwave.quantize import FORMATS, QuantizedTensor
 from fourwave.quantize.problem import QuantizeProblem
 from fourwave.quantize.reference import quantize_reference
 from fourwave.testing import inputs
@@ -382,3 +382,60 @@ def test_dequantize_asks_for_what_is_there() -> None:
         q.dequantize(direction="columnwise")
     with pytest.raises(ValueError, match="direction 'x'"):
         q.dequantize(direction="x")
+
+
+# ---- from_codes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@every_format
+def test_from_codes(name: str, transposed: bool) -> None:
+    """What quantize makes, taken apart and put together: values and shapes are the same."""
+    q = fw.quantize(matrix(64, 256, BF16), name, "both", columnwise_transposed=transposed)
+    for row, column in ((True, True), (True, False), (False, True)):
+        made = QuantizedTensor.from_codes(
+            name,
+            q.data if row else None,
+            q.scale if row else None,
+            q.columnwise_data if column else None,
+            q.columnwise_scale if column else None,
+            columnwise_transposed=transposed,
+        )
+        assert made.shape == q.shape and made.has("rowwise") == row and made.has("columnwise") == column
+        for direction, there in (("rowwise", row), ("columnwise", column)):
+            if there:
+                assert torch.equal(made.dequantize(direction=direction), q.dequantize(direction=direction))
+
+
+def test_from_codes_takes_bytes_views_and_fnuz() -> None:
+    q = fw.quantize(matrix(64, 256, BF16), "mxfp8_e4m3")
+    assert q.data is not None and q.scale is not None
+    spread = torch.empty(64, 16, dtype=torch.uint8)[:, ::2].copy_(q.scale.view(torch.uint8))
+    made = QuantizedTensor.from_codes("mxfp8_e4m3", q.data, spread)
+    assert made.scale is not None and made.scale.is_contiguous() and torch.equal(made.dequantize(), q.dequantize())
+    f = fw.quantize(matrix(64, 256, BF16), "fp8_row", fnuz=True)
+    assert QuantizedTensor.from_codes("fp8_row", f.data, f.scale).element_format is formats.E4M3FNUZ
+    one = QuantizedTensor.from_codes("fp8_e5m2", torch.ones(2, 3).to(torch.float8_e5m2), torch.ones(1))
+    assert one.scale is not None and one.scale.shape == ()
+
+
+E4M3 = torch.zeros(4, 256).to(torch.float8_e4m3fn)
+FROM_CODES_ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"format": "fp8"}, "format 'fp8': the formats are"),
+    ({"data": None, "scale": None}, "neither data nor columnwise_data"),
+    ({"scale": None}, "data and scale belong together"),
+    ({"data": E4M3[0]}, r"data is \(256,\); it must be a matrix"),
+    ({"data": E4M3.view(torch.uint8)}, "data is torch.uint8; codes of fp8_1x128 are torch.float8_e4m3fn or torch.float8_e4m3fnuz"),
+    ({"scale": torch.ones(4, 3)}, r"scale is \(4, 3\); these codes of fp8_1x128 have scales \(4, 2\)"),
+    ({"scale": torch.ones(4, 2, dtype=BF16)}, "scale is torch.bfloat16; scales of fp8_1x128 are torch.float32"),
+    ({"scale": torch.ones(4, 2, device="meta")}, "scale is on meta and its codes are on cpu"),
+    ({"format": "mxfp8_e4m3"}, "scales of mxfp8_e4m3 are torch.float8_e8m0fnu"),
+    ({"columnwise_data": E4M3.mT, "columnwise_scale": torch.ones(2, 4)}, r"of a matrix \(4, 256\), columnwise_data of one \(256, 4\)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "text"), FROM_CODES_ERRORS, ids=[text[:30] for _, text in FROM_CODES_ERRORS])
+def test_from_codes_errors(arguments: dict[str, Any], text: str) -> None:
+    call: dict[str, Any] = {"format": "fp8_1x128", "data": E4M3, "scale": torch.ones(4, 2)}
+    with pytest.raises(ValueError, match=text):
+        QuantizedTensor.from_codes(**(call | arguments))

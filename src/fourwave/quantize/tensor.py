@@ -8,7 +8,7 @@ import torch
 
 from fourwave import formats
 from fourwave.formats.element import ElementFormat
-from fourwave.formats.scaling import expand_scale
+from fourwave.formats.scaling import expand_scale, scale_shape
 
 Tensor = torch.Tensor
 
@@ -95,6 +95,53 @@ class QuantizedTensor:
     columnwise_transposed: bool = False
     amax: Tensor | None = None
 
+    @classmethod
+    def from_codes(
+        cls,
+        format: str,
+        data: Tensor | None = None,
+        scale: Tensor | None = None,
+        columnwise_data: Tensor | None = None,
+        columnwise_scale: Tensor | None = None,
+        *,
+        columnwise_transposed: bool = False,
+        amax: Tensor | None = None,
+    ) -> QuantizedTensor:
+        """A QuantizedTensor of codes and scales that exist already, such as a checkpoint's. See the class for shapes and types.
+
+        Codes may be fnuz; MX scales may be uint8; scales of another layout in memory are copied. The codes are not looked at.
+        Raises ValueError, naming what came and what fits, for anything else.
+        """
+        fmt = FORMATS.get(format)
+        if fmt is None:
+            raise ValueError(f"format {format!r}: the formats are {', '.join(FORMATS)}")
+        if data is None and columnwise_data is None:
+            raise ValueError("neither data nor columnwise_data was given")
+        shape: tuple[int, int] | None = None
+        pairs: list[Tensor | None] = []
+        for name, codes, stored in (("", data, scale), ("columnwise_", columnwise_data, columnwise_scale)):
+            if codes is None and stored is None:
+                pairs += [None, None]
+                continue
+            if codes is None or stored is None:
+                raise ValueError(f"{name}data and {name}scale belong together; only one was given")
+            transposed = bool(name) and columnwise_transposed
+            rows, columns = _code_shape(f"{name}data", codes, fmt)
+            wanted = scale_shape(fmt.scaling, rows, columns, k_last=not name or transposed)
+            own = (columns, rows) if transposed else (rows, columns)
+            if shape not in (None, own):
+                raise ValueError(f"data is of a matrix {shape}, columnwise_data of one {own}")
+            shape = own
+            pairs += [codes, _stored_scale(f"{name}scale", stored, wanted, fmt, codes)]
+        assert shape is not None
+        if data is not None and columnwise_data is not None and data.dtype != columnwise_data.dtype:
+            raise ValueError(
+                f"data is {data.dtype} and columnwise_data {columnwise_data.dtype}; both must be one format"
+            )
+        return cls(
+            fmt, shape, *pairs, columnwise_transposed=columnwise_transposed and columnwise_data is not None, amax=amax
+        )
+
     @property
     def device(self) -> torch.device:
         return self._any.device
@@ -163,6 +210,33 @@ class QuantizedTensor:
         if not rowwise and self.columnwise_transposed:
             values = values.mT
         return values.to(dtype)
+
+
+def _code_shape(name: str, codes: Tensor, fmt: QuantFormat) -> tuple[int, int]:
+    """(rows, columns) in memory of codes, which are checked."""
+    if codes.dim() != 2:
+        raise ValueError(f"{name} is {tuple(codes.shape)}; it must be a matrix")
+    fits = {fmt.code_format().torch_dtype or torch.uint8}
+    if fmt.element != "e2m1" and not fmt.is_mx:
+        fits.add(fmt.code_format(True).torch_dtype)  # type: ignore[arg-type]
+    if codes.dtype not in fits:
+        raise ValueError(f"{name} is {codes.dtype}; codes of {fmt.name} are {' or '.join(sorted(map(str, fits)))}")
+    return codes.shape[0], codes.shape[1] * (2 if fmt.element == "e2m1" else 1)
+
+
+def _stored_scale(name: str, scale: Tensor, shape: tuple[int, ...], fmt: QuantFormat, codes: Tensor) -> Tensor:
+    """scale as the class holds it."""
+    mx = formats.E8M0.torch_dtype or torch.uint8
+    if fmt.is_mx and scale.dtype == torch.uint8:
+        scale = scale.view(mx)
+    wanted = mx if fmt.is_mx else torch.float32
+    if scale.dtype != wanted:
+        raise ValueError(f"{name} is {scale.dtype}; scales of {fmt.name} are {wanted}")
+    if scale.device != codes.device:
+        raise ValueError(f"{name} is on {scale.device} and its codes are on {codes.device}")
+    if tuple(scale.shape) != shape and not (fmt.scaling == "tensor" and scale.numel() == 1):
+        raise ValueError(f"{name} is {tuple(scale.shape)}; these codes of {fmt.name} have scales {shape}")
+    return scale.reshape(shape).contiguous()
 
 
 def decode_codes(data: Tensor, fmt: QuantFormat) -> Tensor:
