@@ -15,6 +15,8 @@ from fourwave.backends.base import Backend, Description
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
     from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+    from fourwave.ops.grouped_gemm.config import GroupedConfig
+    from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
     from fourwave.quantize.problem import QuantizeProblem, QuantizeTensors
 
 ARCHS = ("gfx942", "gfx950")
@@ -94,6 +96,24 @@ class FlyDSLBackend(Backend):
         with torch.cuda.device(tensors.a.device):
             return amd.run(problem, config, arch, tensors)
 
+    def why_grouped_unsupported(self, problem: GroupedProblem, config: GroupedConfig | None) -> str | None:
+        if problem.device_type != "cuda":
+            return f"the operands are on the {problem.device_type.upper()}, not on an AMD GPU"
+        from fourwave.ops.grouped_gemm.config import why_unsupported
+
+        return why_unsupported(problem, config, self._arch())
+
+    def describe_grouped_gemm(self, problem: GroupedProblem, config: GroupedConfig | None) -> Description:
+        return describe_amd_grouped_gemm(problem, config, self._arch())
+
+    def run_grouped_gemm(
+        self, problem: GroupedProblem, config: GroupedConfig | None, tensors: GroupedTensors
+    ) -> list[str]:
+        from fourwave.ops.grouped_gemm import amd
+
+        with torch.cuda.device(tensors.a.device):
+            return amd.run(problem, config, device_arch(tensors.a.device.index), tensors)
+
     def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         from fourwave.ops.gemm import amd
         from fourwave.ops.gemm.config import default_config
@@ -115,6 +135,17 @@ class FlyDSLBackend(Backend):
 
         with torch.cuda.device(x.device):
             return amd.run(problem, device_arch(x.device.index), x, scale)
+
+
+def describe_amd_grouped_gemm(problem: GroupedProblem, config: GroupedConfig | None, arch: str) -> Description:
+    """Kernel file and config for `arch`; the same for a GPU and for the simulator."""
+    from fourwave.ops.grouped_gemm.config import default_config
+
+    reasons = ["config given by the caller"]
+    if config is None:
+        config, reasons = default_config(problem, arch)
+    kernel = {"gfx942": "ops/grouped_gemm/cdna3.py", "gfx950": "ops/grouped_gemm/cdna4.py"}[arch]
+    return Description(kernel=kernel, arch=arch, config=config, reasons=list(reasons))
 
 
 def describe_amd_gemm(problem: GemmProblem, config: GemmConfig | None, arch: str) -> Description:

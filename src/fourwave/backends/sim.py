@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 from fourwave.backends import guard
 from fourwave.backends.base import Backend, Description
-from fourwave.backends.flydsl import ARCHS, describe_amd_gemm, flydsl_missing
+from fourwave.backends.flydsl import ARCHS, describe_amd_gemm, describe_amd_grouped_gemm, flydsl_missing
 
 if TYPE_CHECKING:
     import torch
 
     from fourwave.ops.gemm.config import GemmConfig
     from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+    from fourwave.ops.grouped_gemm.config import GroupedConfig
+    from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
     from fourwave.quantize.problem import QuantizeProblem, QuantizeTensors
 
 
@@ -56,6 +58,28 @@ class SimBackend(Backend):
 
         if config is None:
             config = default_config(problem, self.arch)[0]
+        with sim.session(arch=self.arch, on_finding="raise") as report:
+            try:
+                return amd.run(problem, config, self.arch, tensors)
+            finally:
+                sim.current_report().add(report)
+
+    def why_grouped_unsupported(self, problem: GroupedProblem, config: GroupedConfig | None) -> str | None:
+        if problem.device_type != "cpu":
+            return "the simulator takes CPU tensors only"
+        from fourwave.ops.grouped_gemm.config import why_unsupported
+
+        return why_unsupported(problem, config, self.arch)
+
+    def describe_grouped_gemm(self, problem: GroupedProblem, config: GroupedConfig | None) -> Description:
+        return describe_amd_grouped_gemm(problem, config, self.arch)
+
+    def run_grouped_gemm(
+        self, problem: GroupedProblem, config: GroupedConfig | None, tensors: GroupedTensors
+    ) -> list[str]:
+        from fourwave import sim
+        from fourwave.ops.grouped_gemm import amd
+
         with sim.session(arch=self.arch, on_finding="raise") as report:
             try:
                 return amd.run(problem, config, self.arch, tensors)

@@ -1,8 +1,46 @@
-"""Tunables of the CDNA grouped GEMM kernels."""
+"""Tunables of the CDNA grouped GEMM kernels, the default choice, and the one rule for what they support.
+
+Imports neither FlyDSL nor torch.cuda: the rule can be asked anywhere.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from fourwave.blocks.flydsl.tiles import (
+    LDS_BANKS,
+    LDS_BYTES,
+    LOAD_BYTES,
+    REGISTERS,
+    WAVE,
+    WORKGROUP,
+    Geometry,
+    OperandTile,
+)
+from fourwave.ops.gemm.config import (
+    ARCHS,
+    FLOAT8,
+    LOAD_BYTES_PER_CLOCK,
+    MATRIX_FLOPS,
+    MAX_EXTENT,
+    MAX_TILE_BYTES,
+    NUM_CUS,
+    OVERLAP_LOSS,
+    RESERVED,
+)
+from fourwave.ops.grouped_gemm.problem import REDUCTION, ROWS
+
+if TYPE_CHECKING:
+    from fourwave.ops.grouped_gemm.problem import GroupedProblem
+
+BLOCK_K = 128  # k that share a scale of "1x128" and "128x128"
+SCALE_STEPS = 4  # such blocks in a step of the main loop (blocks/flydsl/block128.py)
+# K tiles of preshuffled weights that are in registers, or on their way there, when a step begins. With the one that each tile
+# loads, as many as a step has tiles: then every tile of a step has registers of its own, and none are copied.
+B_TILES_AHEAD = 3
 
 
 @dataclass(frozen=True)
@@ -20,3 +58,282 @@ class GroupedConfig:
     waves_m: int = 2
     waves_n: int = 2
     group_m: int = 8
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tile_m}x{self.tile_n}x{self.tile_k}, {self.num_stages} stages, {self.waves_m}x{self.waves_n} waves, "
+            f"bands of {self.group_m}"
+        )
+
+
+# tile_m, tile_n, tile_k (of 8-bit operands; half as many of 16 bits), num_stages, waves_m, waves_n.
+_CANDIDATES = {
+    "gfx950": (
+        (256, 128, 128, 3, 2, 2),
+        (128, 128, 128, 4, 2, 2),
+        (64, 128, 128, 4, 1, 4),
+        (32, 128, 128, 4, 1, 4),
+        (16, 128, 128, 4, 1, 4),
+    ),
+    "gfx942": (
+        (128, 64, 128, 2, 2, 2),
+        (64, 128, 128, 2, 1, 4),
+        (32, 128, 128, 2, 1, 4),
+        (16, 128, 128, 2, 1, 4),
+    ),
+}
+_CANDIDATES_PRESHUFFLED = {
+    "gfx950": (
+        (128, 128, 128, 4, 2, 2),
+        (64, 128, 128, 4, 1, 4),
+        (32, 128, 128, 4, 1, 4),
+        (16, 128, 128, 4, 1, 4),
+    ),
+    "gfx942": (
+        (128, 128, 128, 2, 2, 2),
+        (64, 128, 128, 2, 1, 4),
+        (32, 128, 128, 2, 1, 4),
+        (16, 128, 128, 2, 1, 4),
+    ),
+}
+
+
+def candidates(problem: GroupedProblem, arch: str) -> list[GroupedConfig]:
+    """The configurations that are compiled and tested for problems of this kind."""
+    table = (_CANDIDATES_PRESHUFFLED if problem.b_preshuffled else _CANDIDATES)[arch]
+    size = problem.a_dtype.itemsize
+    configs = [GroupedConfig(m, n, k // size, stages, wm, wn) for m, n, k, stages, wm, wn in table]
+    return [config for config in configs if _why_config_unsupported(problem, config, arch) is None]
+
+
+def fragment_bytes(problem: GroupedProblem, arch: str) -> int:
+    """Bytes per lane of a fragment: all of 128 k where blocks of them have scales."""
+    if problem.a_dtype.itemsize == 1 and (arch == "gfx950" or block_scaled(problem)):
+        return 32
+    return 16
+
+
+def block_scaled(problem: GroupedProblem) -> bool:
+    return problem.a_scaling == "1x128"
+
+
+def operand_tiles(problem: GroupedProblem, config: GroupedConfig, arch: str) -> tuple[OperandTile, OperandTile]:
+    """As fourwave.ops.gemm.config.operand_tiles."""
+    banks, elem_bytes = LDS_BANKS[arch], problem.a_dtype.itemsize
+    fragment = fragment_bytes(problem, arch)
+
+    def tile(extent: int, waves: int, k_contiguous: bool, pairs: bool) -> OperandTile:
+        fragments = extent // waves // 16
+        if k_contiguous:
+            group = 2 if pairs and fragments % 2 == 0 else 1
+        else:
+            group = next(g for g in (4, 2, 1) if fragments % g == 0) if arch == "gfx942" else 1
+        return OperandTile(extent, config.tile_k, k_contiguous, elem_bytes, banks, group, fragment)
+
+    # All four waves load: of a tile of 16 rows, half of them nothing.
+    rows = max(config.tile_m, LOAD_BYTES // (config.tile_k * elem_bytes)) if problem.a_k_last else config.tile_m
+    return (
+        tile(rows, config.waves_m, problem.a_k_last, False),
+        tile(config.tile_n, config.waves_n, problem.b_k_last, True),
+    )
+
+
+def geometry(problem: GroupedProblem, config: GroupedConfig, arch: str) -> Geometry:
+    a, b = operand_tiles(problem, config, arch)
+    return Geometry(
+        config.tile_m,
+        config.tile_n,
+        config.tile_k,
+        config.num_stages,
+        config.waves_m,
+        config.waves_n,
+        config.group_m,
+        a,
+        b,
+    )
+
+
+def tiles_per_step(problem: GroupedProblem, config: GroupedConfig, arch: str) -> int:
+    """K tiles that one step of the main loop covers."""
+    if block_scaled(problem):
+        return SCALE_STEPS
+    if problem.b_preshuffled:
+        return B_TILES_AHEAD + 1
+    return geometry(problem, config, arch).tiles_per_step
+
+
+def scale_extents(problem: GroupedProblem, config: GroupedConfig) -> tuple[tuple[str, int], tuple[str, int]]:
+    """(kind, extent) of block128.ScalePart for a and b."""
+    if problem.split == ROWS:
+        return ("rows", config.tile_m), ("cells", max(1, config.tile_n // BLOCK_K))
+    return ("rows", config.tile_m), ("columns", config.tile_n)
+
+
+def scale_bytes(problem: GroupedProblem, config: GroupedConfig) -> int:
+    """LDS of the scales."""
+    if not block_scaled(problem):
+        return 0
+    return sum(
+        (2 if kind == "columns" else 1) * -(-extent * SCALE_STEPS // WORKGROUP) * 4 * WORKGROUP
+        for kind, extent in scale_extents(problem, config)
+    )
+
+
+def lds_bytes(problem: GroupedProblem, config: GroupedConfig, arch: str) -> int:
+    a, b = operand_tiles(problem, config, arch)
+    stage = a.stage_bytes + (0 if problem.b_preshuffled else b.stage_bytes)
+    return config.num_stages * stage + scale_bytes(problem, config)
+
+
+def min_registers(problem: GroupedProblem, config: GroupedConfig, arch: str) -> int:
+    """Registers per lane that cannot be avoided, as in fourwave.ops.gemm.config, and those of scales and preshuffled weights."""
+    frags_m, frags_n = config.tile_m // config.waves_m // 16, config.tile_n // config.waves_n // 16
+    fragment = fragment_bytes(problem, arch) // 4
+    registers = frags_m * frags_n * 4
+    if problem.b_preshuffled:
+        registers += (2 * frags_m + (B_TILES_AHEAD + 1) * frags_n) * fragment
+    else:
+        registers += (2 * frags_m + frags_n + 1) * fragment
+    if block_scaled(problem):
+        registers += SCALE_STEPS * (frags_m + 1)
+    if arch == "gfx942":
+        staged = config.tile_m + (0 if problem.b_preshuffled else config.tile_n)
+        registers += staged * config.tile_k * problem.a_dtype.itemsize // (4 * 4 * WAVE)
+    return registers
+
+
+def grid_tiles(problem: GroupedProblem, config: GroupedConfig) -> int:
+    """Workgroups that are launched: enough for any m_sizes, since these are not known on the host.
+
+    Split rows: every group, and what is left of the rows, may end in a tile that is not full.
+    """
+    columns = -(-problem.N // config.tile_n)
+    if problem.split == REDUCTION:
+        return problem.G * -(-problem.M // config.tile_m) * columns
+    return (problem.M // config.tile_m + min(problem.G + 1, problem.M)) * columns
+
+
+def default_config(problem: GroupedProblem, arch: str) -> tuple[GroupedConfig, list[str]]:
+    """The configuration used when the caller names none, and the reasons in words.
+
+    m_sizes is not known: groups are taken to be equal. Then as in fourwave.ops.gemm.config: rounds of workgroups over the
+    compute units, times what one tile takes.
+    """
+    cus, size = NUM_CUS[arch], problem.a_dtype.itemsize
+    groups = max(1, problem.G)
+    best = None
+    for config in candidates(problem, arch):
+        columns = -(-problem.N // config.tile_n)
+        if problem.split == ROWS:
+            rows = -(-problem.M // groups)
+            tiles = min(groups, problem.M) * -(-rows // config.tile_m) * columns
+        else:
+            tiles = groups * -(-problem.M // config.tile_m) * columns
+        matrix = size * config.tile_m * config.tile_n / MATRIX_FLOPS[arch]
+        loading = (config.tile_m + config.tile_n) * size / LOAD_BYTES_PER_CLOCK
+        time = -(-tiles // cus) * (max(matrix, loading) + OVERLAP_LOSS * min(matrix, loading))
+        if best is None or time < best[0]:
+            best = (time, tiles, config)
+    if best is None:
+        raise NotImplementedError(f"no tile of {arch} fits {problem}")
+    _, tiles, config = best
+    reasons = [
+        f"tile {config.tile_m}x{config.tile_n}: {tiles} workgroup(s) for {cus} compute units of {arch} if groups are equal, "
+        f"{-(-tiles // cus)} round(s); the least modelled time of the tiles",
+        f"{lds_bytes(problem, config, arch)} of {LDS_BYTES[arch]} bytes of LDS",
+    ]
+    return config, reasons
+
+
+def why_unsupported(problem: GroupedProblem, config: GroupedConfig | None, arch: str) -> str | None:
+    """Why the FlyDSL grouped kernels cannot do this problem with this configuration (None: the default), or None."""
+    if arch not in ARCHS:
+        return f"arch {arch!r}: there are kernels for {', '.join(ARCHS)}"
+    if config is not None and not isinstance(config, GroupedConfig):
+        return f"config is a {type(config).__name__}: the grouped FlyDSL kernels take a GroupedConfig"
+    if (reason := _why_operands_unsupported(problem, arch)) is not None:
+        return reason
+    if problem.split == REDUCTION and problem.layout != "NT":
+        return "operands of wgrad are stored transposed: the kernels read them in natural order"
+    if problem.bias_dtype is not None:
+        return "bias is not in this kernel"
+    outputs = (torch.float32, torch.bfloat16, torch.float16)
+    if problem.out_dtype not in outputs:
+        return f"out is {problem.out_dtype}: the kernels write float32, bfloat16 and float16"
+    for name in ("M", "N", "K", "G"):
+        if getattr(problem, name) > MAX_EXTENT:
+            return f"{name}={getattr(problem, name)}: sizes are 32-bit in the kernels, at most {MAX_EXTENT}"
+    if config is not None:
+        return _why_config_unsupported(problem, config, arch)
+    if not candidates(problem, arch):
+        return f"no tile of {arch} fits it"
+    return None
+
+
+def _why_operands_unsupported(problem: GroupedProblem, arch: str) -> str | None:
+    a, b = problem.a_dtype, problem.b_dtype
+    plain = (None, "tensor", "row")
+    weights = "128x128" if problem.split == ROWS else "1x128"
+    known = [(x, y) for x in plain for y in plain] + [("1x128", weights)]
+    if (problem.a_scaling, problem.b_scaling) not in known:
+        return f"scales {problem.a_scaling} x {problem.b_scaling} are not in this kernel"
+    if a.itemsize == b.itemsize == 1 and a.is_floating_point and b.is_floating_point:
+        for name, dtype in (("a", a), ("b", b)):
+            if dtype not in FLOAT8[arch]:
+                codes = " and ".join(str(each).removeprefix("torch.") for each in FLOAT8[arch])
+                return f"{name} is {dtype}: the matrix unit of {arch} reads codes as {codes}"
+        return None
+    if problem.a_scaling is not None or problem.b_scaling is not None or a != b:
+        return f"a is {a} and b is {b}: the kernels take one type for both, or two 8-bit floats"
+    if a not in (torch.bfloat16, torch.float16):
+        return f"operands are {a}: the kernels take bfloat16, float16 and 8-bit floats"
+    return None
+
+
+def _why_config_unsupported(problem: GroupedProblem, config: GroupedConfig, arch: str) -> str | None:
+    for name in ("tile_m", "tile_n", "tile_k", "num_stages", "waves_m", "waves_n", "group_m"):
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            return f"{name}={value!r}: an int of at least 1 is needed"
+    if config.waves_m * config.waves_n != 4:
+        return f"{config.waves_m} x {config.waves_n} waves: a workgroup has four"
+    if config.tile_m > 256 or config.tile_n > 256:
+        return f"tile {config.tile_m}x{config.tile_n}: at most 256 each"
+    for name, tile, waves in (("tile_m", config.tile_m, config.waves_m), ("tile_n", config.tile_n, config.waves_n)):
+        if tile % (16 * waves):
+            return f"{name}={tile}: {waves} wave(s) need a multiple of {16 * waves}"
+    size = problem.a_dtype.itemsize
+    slice_k = 4 * fragment_bytes(problem, arch) // size
+    if config.tile_k % slice_k:
+        return f"tile_k={config.tile_k}: a multiple of {slice_k} is needed"
+    if (block_scaled(problem) or problem.b_preshuffled) and config.tile_k != BLOCK_K:
+        return f"tile_k={config.tile_k}: a K tile has {BLOCK_K} k where blocks of them have scales, or b is preshuffled"
+    if block_scaled(problem) and problem.split == ROWS and config.tile_n // config.waves_n > BLOCK_K:
+        return f"{config.tile_n // config.waves_n} columns for each wave: they share a scale, which {BLOCK_K} have"
+    if block_scaled(problem) and problem.split == REDUCTION and config.tile_m > 128:
+        return f"tile_m={config.tile_m}: with scales of columns, more than 128 rows need more registers than there are"
+    a, b = operand_tiles(problem, config, arch)
+    for each in (a, b)[: 1 if problem.b_preshuffled else 2]:
+        if (reason := each.problem()) is not None:
+            return reason
+    lds = lds_bytes(problem, config, arch)
+    if lds > LDS_BYTES[arch]:
+        return f"{lds} bytes of LDS: {arch} has {LDS_BYTES[arch]} per workgroup"
+    if arch == "gfx950" and not 3 <= config.num_stages <= (4 if block_scaled(problem) or problem.b_preshuffled else 8):
+        return f"num_stages={config.num_stages}: 3 or 4 LDS buffers, of which all but two are in flight at every wait"
+    if arch == "gfx942" and config.num_stages != 2:
+        return f"num_stages={config.num_stages}: the gfx942 kernel has 2 LDS buffers and one more tile in registers"
+    registers = min_registers(problem, config, arch)
+    if registers > REGISTERS - RESERVED:
+        return f"at least {registers} registers per lane and {RESERVED} for addresses: there are {REGISTERS}"
+    if grid_tiles(problem, config) >= 2**31:
+        return f"more than 2**31 tiles of {config.tile_m}x{config.tile_n}: take larger ones"
+    spans = (
+        ("a", config.tile_m if problem.a_k_last else config.tile_k, problem.a_shape[-1] * size),
+        ("b", config.tile_n if problem.b_k_last else config.tile_k, problem.b_shape[-1] * size),
+        ("out", config.tile_m, problem.N * problem.out_dtype.itemsize),
+    )
+    for what, rows, row_bytes in spans:
+        if rows * row_bytes >= MAX_TILE_BYTES:
+            return f"{what}: {rows} rows of {row_bytes} bytes span {MAX_TILE_BYTES} bytes or more, the limit of a tile"
+    return None

@@ -1,0 +1,301 @@
+"""What the CDNA grouped GEMM kernels share: the launcher, and what a workgroup finds out about its work."""
+
+from types import SimpleNamespace
+
+import flydsl.compiler as flyc
+from flydsl import expr as fx
+
+from fourwave.blocks.flydsl.block128 import BLOCK_K, GlobalScales128, Scales128
+from fourwave.blocks.flydsl.epilogue import Epilogue, store_tile
+from fourwave.blocks.flydsl.groups import Sizes, matrix_view, vector_view
+from fourwave.blocks.flydsl.loaders import GlobalTile
+from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, minimum, select, uniform
+from fourwave.blocks.flydsl.mma import FORMATS
+from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
+from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, MMA_M, MMA_N, WAVE, WORKGROUP
+from fourwave.ops.grouped_gemm.preshuffle import K_BLOCK
+from fourwave.ops.grouped_gemm.preshuffle import ROWS as SHUFFLED_ROWS
+
+_TYPES = {"float32": fx.Float32, "bfloat16": fx.BFloat16, "float16": fx.Float16}
+
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def operand_format(problem):
+    return FORMATS[name_of(problem.a_dtype), name_of(problem.b_dtype)]
+
+
+def epilogue(spec):
+    problem = spec.problem
+    whole = ("tensor", "row")
+    return Epilogue(
+        _TYPES[name_of(problem.out_dtype)],
+        accumulate=problem.accumulate,
+        a_scaling=problem.a_scaling if problem.a_scaling in whole else None,
+        b_scaling=problem.b_scaling if problem.b_scaling in whole else None,
+        vectorised=spec.vectorised,
+    )
+
+
+def launcher(kernel):
+    """A FlyDSL JIT function that launches kernel(arguments), arguments by name.
+
+    a, b, out as in GroupedTensors, 8-bit types as bytes; m_sizes as 32-bit words; a_scale, b_scale flat
+    a_stride, a_k_stride   elements of a_scale between rows and blocks of k; both 0: layout "groups"
+    b_group_stride, b_stride, b_k_stride   of b_scale, between groups, columns (or 128 of them), blocks of k
+    tiles   workgroups
+    """
+
+    @flyc.jit
+    def launch_grouped_gemm(
+        a: fx.Tensor, b: fx.Tensor, out: fx.Tensor, m_sizes: fx.Tensor, a_scale: fx.Tensor, b_scale: fx.Tensor,
+        G: fx.Int32, M: fx.Int32, N: fx.Int32, K: fx.Int32, a_stride: fx.Int32, a_k_stride: fx.Int32,
+        b_group_stride: fx.Int32, b_stride: fx.Int32, b_k_stride: fx.Int32, tiles: fx.Int32,
+        stream: fx.Stream = fx.Stream(None),
+    ):  # fmt: skip
+        arguments = SimpleNamespace(
+            a=a, b=b, out=out, m_sizes=m_sizes, a_scale=a_scale, b_scale=b_scale, G=G, M=M, N=N, K=K, a_stride=a_stride,
+            a_k_stride=a_k_stride, b_group_stride=b_group_stride, b_stride=b_stride, b_k_stride=b_k_stride,
+        )  # fmt: skip
+        kernel(arguments).launch(grid=(tiles, 1, 1), block=(WORKGROUP, 1, 1), stream=stream)
+
+    return launch_grouped_gemm
+
+
+class Work:
+    """One workgroup's tile: where it lies, and which k it sums.
+
+    active       Boolean: False for workgroups past the last tile
+    group        groups.Group; of rows in no group, one that reads nothing
+    m0, n0       first row and column of the tile, in out or in the group's part of it
+    k_first      k where the first K tile begins; k_end: past the last k
+    num_k_tiles  K tiles there are
+    """
+
+    def __init__(self, arguments, problem, geo):
+        self.arguments, self.problem, self.geo = arguments, problem, geo
+        self.blocks = problem.a_scaling == "1x128"
+        self.thread = fx.Int32(fx.thread_idx.x)
+        self.lane = self.thread % WAVE
+        self.wave = uniform(self.thread // WAVE)
+        self.wave_m, self.wave_n = self.wave // geo.waves_n, self.wave % geo.waves_n
+        words = problem.m_sizes_dtype.itemsize // 4
+        if problem.split == "rows":
+            self._find_rows(Sizes(arguments.m_sizes, words, arguments.G, arguments.M, self.lane))
+        else:
+            self._find_columns(Sizes(arguments.m_sizes, words, arguments.G, arguments.K, self.lane))
+        self.num_k_tiles = num_tiles(self.k_end - self.k_first, geo.tile_k)
+
+    def _find_rows(self, sizes):
+        arguments, geo = self.arguments, self.geo
+        rows, tiles = sizes.totals(geo.tile_m)
+        tiles_m = tiles + num_tiles(arguments.M - minimum(rows, arguments.M), geo.tile_m)
+        tiles_n = num_tiles(arguments.N, geo.tile_n)
+        workgroup = fx.Int32(fx.block_idx.x)
+        self.active = workgroup < tiles_m * tiles_n
+        t, n_tile = output_tile(minimum(workgroup, tiles_m * tiles_n - 1), tiles_m, tiles_n, geo.group_m)
+        t, n_tile = uniform(t), uniform(n_tile)
+        self.group = group = sizes.with_tile(t, geo.tile_m)
+        self.m0, self.n0 = group.first + group.m_tile * geo.tile_m, n_tile * geo.tile_n
+        # Always true but for sizes that add up to more rows than there are.
+        self.active = self.active & (self.m0 < group.end)
+        none = group.index == arguments.G
+        self.k_first, self.k_end = fx.Int32(0), select(none, 0, arguments.K)
+        # Weights of the last group stand for those of none: an address that nothing is read from.
+        self.weights = fx.Int64(minimum(group.index, arguments.G - 1))
+
+    def _find_columns(self, sizes):
+        arguments, geo = self.arguments, self.geo
+        tiles_m, tiles_n = num_tiles(arguments.M, geo.tile_m), num_tiles(arguments.N, geo.tile_n)
+        # Tiles of all groups one below the other: bands of tiles share operands inside a group.
+        m_tile, n_tile = output_tile(fx.Int32(fx.block_idx.x), tiles_m * arguments.G, tiles_n, geo.group_m)
+        self.active = fx.Boolean(True)
+        index = fx.Int32(fx.Uint32(m_tile) // fx.Uint32(tiles_m))
+        index = uniform(index)
+        self.group = group = sizes.with_index(index)
+        self.m0, self.n0 = (m_tile - index * tiles_m) * geo.tile_m, n_tile * geo.tile_n
+        # K tiles lie where blocks of scales do, so the first one may begin before the group.
+        self.k_first = group.first & -BLOCK_K if self.blocks else group.first
+        self.k_end = group.end
+        self.weights = fx.Int64(index)
+
+    # ---- operands ----------------------------------------------------------------------------------------------------
+
+    def global_a(self):
+        a = self.arguments.a
+        columns, stride = fx.get_scalar(a.shape[1]), fx.get_scalar(a.stride[0])
+        if self.problem.split == "rows":
+            # Rows of the next group would do no harm, but cost bandwidth.
+            end = minimum(self.group.end, self.m0 + self.geo.tile_m)
+            view = matrix_view(a, fx.Int64(0), end, columns, stride)
+            return GlobalTile(view, self.geo.a, self.m0, self.k_end, self.thread)
+        return self._of_rows(a, self.geo.a, self.m0, columns, stride)
+
+    def global_b(self):
+        b = self.arguments.b
+        if self.problem.split != "rows":
+            return self._of_rows(b, self.geo.b, self.n0, fx.get_scalar(b.shape[1]), fx.get_scalar(b.stride[0]))
+        if self.problem.b_preshuffled:
+            return PreshuffledTile(self)
+        offset = self.weights * fx.Int64(fx.get_scalar(b.stride[0]))
+        view = matrix_view(b, offset, fx.get_scalar(b.shape[1]), fx.get_scalar(b.shape[2]), fx.get_scalar(b.stride[1]))
+        return GlobalTile(view, self.geo.b, self.n0, self.k_end, self.thread)
+
+    def _of_rows(self, tensor, tile, column0, columns, stride):
+        view = matrix_view(tensor, fx.Int64(0), self.k_end, columns, stride)
+        if self.blocks:
+            return LateTile(view, tile, column0, self.k_end, self.thread, self.group.first)
+        return GlobalTile(view, tile, column0, self.k_end, self.thread)
+
+    def k0(self, tile_index):
+        """First k of K tile tile_index; past the last one, a k that is past all."""
+        return self.k_first + tile_index * self.geo.tile_k
+
+    # ---- scales ------------------------------------------------------------------------------------------------------
+
+    def scales(self, parts, lds, places):
+        """((global, reader) of a, of b), or None where no blocks have scales. places: offsets in lds."""
+        arguments, geo, lane = self.arguments, self.geo, self.lane
+        a, b = parts
+        num_blocks = (self.k_end + (BLOCK_K - 1)) >> 7
+        m0, n0 = fx.Int64(self.m0), fx.Int64(self.n0)
+        rows = [self.wave_m * geo.wave_tile_m + geo.a.fragment_row(i, lane % MMA_M) for i in range(geo.frags_m)]
+        if self.problem.split == "rows":
+            group = self.group
+            in_groups = arguments.a_stride == 0
+            size = group.end - group.first
+            stride, k_stride = select(in_groups, 1, arguments.a_stride), select(in_groups, size, arguments.a_k_stride)
+            k_blocks = (arguments.K + (BLOCK_K - 1)) >> 7
+            base = fx.Int64(group.first) * fx.Int64(k_blocks) + fx.Int64(self.m0 - group.first) * fx.Int64(stride)
+            cell = self.n0 >> 7
+            b_base = self.weights * fx.Int64(arguments.b_group_stride) + fx.Int64(cell) * fx.Int64(arguments.b_stride)
+            left_n = ((arguments.N + (BLOCK_K - 1)) >> 7) - cell
+            cells = [((self.n0 & (BLOCK_K - 1)) + self.wave_n * geo.wave_tile_n) >> 7]
+            left_m = group.end - self.m0
+        else:
+            stride, k_stride = arguments.a_stride, arguments.a_k_stride
+            base, b_base = m0, n0
+            left_m, left_n = arguments.M - self.m0, arguments.N - self.n0
+            # A lane's run of columns of one group of fragments, four at a time; see columns().
+            group, run = geo.b.group, geo.b.run
+            cells = [
+                self.wave_n * geo.wave_tile_n + p * group * MMA_N + (lane // MMA_M) * run + c
+                for p in range(geo.frags_n // group)
+                for c in range(0, run, 4)
+            ]
+        return (
+            (
+                GlobalScales128(arguments.a_scale, a, base, stride, k_stride, left_m, num_blocks, self.thread),
+                Scales128(a, lds, places[0], rows),
+            ),
+            (
+                GlobalScales128(
+                    arguments.b_scale,
+                    b,
+                    b_base,
+                    arguments.b_stride,
+                    arguments.b_k_stride,
+                    left_n,
+                    num_blocks,
+                    self.thread,
+                ),
+                Scales128(b, lds, places[1], cells),
+            ),
+        )
+
+    def columns(self, values):
+        """For each fragment of b a Vector of the lane's four columns, of what a reader of "columns" returned."""
+        group, run = self.geo.b.group, self.geo.b.run
+        if group == 1:
+            return values
+        place = {self.geo.b.run_element(e): e for e in range(run)}
+        out = []
+        for p in range(0, len(values), group):
+            flat = [vector[i] for vector in values[p : p + group] for i in range(4)]
+            out += [fx.Vector.from_elements([flat[place[q, r]] for r in range(4)], fx.Float32) for q in range(group)]
+        return out
+
+    # ---- result ------------------------------------------------------------------------------------------------------
+
+    def store(self, acc, epi):
+        arguments = self.arguments
+        rows, out = arguments.M, arguments.out
+        scale = arguments.b_scale
+        if self.problem.split == "rows":
+            # Rows past the group's are other workgroups'.
+            rows = self.group.end
+            if epi.b_scaling is not None:
+                count = arguments.N if epi.b_scaling == "row" else fx.Int32(1)
+                scale = vector_view(scale, self.weights * fx.Int64(arguments.b_group_stride), count)
+        else:
+            offset = self.weights * fx.Int64(fx.get_scalar(out.stride[0]))
+            out = matrix_view(out, offset, rows, arguments.N, fx.get_scalar(out.stride[1]))
+        told = SimpleNamespace(
+            M=rows,
+            N=arguments.N,
+            K=arguments.K,
+            out=out,
+            alpha=fx.Float32(1.0),
+            a_scale=arguments.a_scale,
+            b_scale=scale,
+        )
+        store_tile(acc, epi, told, self.m0, self.n0, self.geo, self.wave_m, self.wave_n, self.lane)
+
+
+class LateTile(GlobalTile):
+    """A tile of a matrix whose rows before `first` (Int32, uniform) read as zeros; K is not contiguous."""
+
+    def __init__(self, tensor, tile, row0, K, thread, first):
+        super().__init__(tensor, tile, row0, K, thread)
+        self.first = first
+        line = thread // tile.chunks_per_line
+        self.lines = [tile.source_row(line + i * tile.lines_per_load) for i in range(tile.loads)]
+
+    def step(self, k0):
+        buffer, offsets = super().step(k0)
+        before = self.first - k0
+        return buffer, [
+            select(row >= before, offset, OUT_OF_RANGE) for row, offset in zip(self.lines, offsets, strict=True)
+        ]
+
+
+class PreshuffledTile:
+    """Fragments of preshuffled weights [N, K] of one group, straight from global memory (preshuffle.py)."""
+
+    def __init__(self, work):
+        arguments, geo = work.arguments, work.geo
+        b = arguments.b
+        self.tensor, self.K, self.end, self.count = b, arguments.K, work.k_end, geo.frags_n
+        self.columns = arguments.N - work.n0
+        # Rows of 16 follow each other at 16 * K bytes; n0 is a multiple of 16.
+        self.base = work.weights * fx.Int64(fx.get_scalar(b.stride[0])) + fx.Int64(work.n0) * fx.Int64(arguments.K)
+        block_rows = arguments.K * SHUFFLED_ROWS
+        lane = work.lane
+        self.offsets = []
+        for j in range(geo.frags_n):
+            row = work.wave_n * geo.wave_tile_n + geo.b.fragment_row(j, lane % MMA_M)
+            in_block = (lane // MMA_M) * (MMA_M * CHUNK_BYTES) + (row % SHUFFLED_ROWS) * CHUNK_BYTES
+            self.offsets.append((row // SHUFFLED_ROWS) * block_rows + in_block)
+
+    @property
+    def loads(self):
+        """Loads per K tile of 128."""
+        return 2 * self.count
+
+    def load(self, k0):
+        """Fragments of the 128 k from k0 (Int32, uniform) on; zeros from K on."""
+        halves = []
+        for half in range(2):
+            k = k0 + half * K_BLOCK
+            # 64 of K of 16 rows are 1024 bytes.
+            byte_offset = self.base + fx.Int64(k) * SHUFFLED_ROWS
+            left = fx.Int64(self.columns) * fx.Int64(self.K) - fx.Int64(k) * SHUFFLED_ROWS
+            left = minimum(left, fx.Int64(2**31))
+            halves.append(Buffer(self.tensor, byte_offset, (k < self.end).select(left, fx.Int64(0))))
+        out = []
+        for offset in self.offsets:
+            low, high = (buffer.load(offset, 4, fx.Int32) for buffer in halves)
+            out.append(low.shuffle(high, list(range(8))))
+        return out

@@ -1,0 +1,209 @@
+"""The CDNA grouped kernels on the simulator: every kind of product, tile and m_sizes against float64, and what only they can get wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fourwave as fw
+from fourwave import sim
+from fourwave.ops.gemm.config import ARCHS, FLOAT8
+from fourwave.ops.grouped_gemm import amd
+from fourwave.ops.grouped_gemm.config import candidates, default_config, grid_tiles, why_unsupported
+from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
+from fourwave.testing import grouped_cases
+from fourwave.testing.grouped_cases import GroupedCase
+
+pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
+
+ODD = (5, 130, 0, 1)
+PLAN = [
+    pytest.param(
+        arch, case, id=f"{arch} {case}", marks=[pytest.mark.slow] if case.rows > 300 or len(case.sizes) > 99 else []
+    )
+    for arch in ARCHS
+    for what, case in grouped_cases.plan(arch)
+    if what != "mx" and case.bias_dtype is None
+]
+
+
+def blocks(arch: str, **more: object) -> GroupedCase:
+    base = GroupedCase("forward", ODD, 128, 384, scaling="blocks", scale_layout="groups", fnuz=arch == "gfx942")
+    return replace(base, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("arch", "case"), PLAN)
+def test_plan(arch: str, case: GroupedCase) -> None:
+    result = case.run(f"sim:{arch}")
+    assert result.passed, result
+
+
+@pytest.mark.parametrize("kind", ["forward", "preshuffled", "dgrad", "wgrad", "plain dgrad"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_tile(arch: str, kind: str) -> None:
+    case = blocks(
+        arch, kind=kind.replace("preshuffled", "forward").split()[-1], preshuffled=kind == "preshuffled", extra=2
+    )
+    if kind != "forward":
+        case = replace(case, scale_layout="rows")
+    if kind.startswith("plain"):
+        case = replace(case, scaling=None)
+    tiles = candidates(case.problem(), arch)
+    assert len(tiles) >= 3
+    for config in tiles:
+        result = replace(case, config=config).run(f"sim:{arch}")
+        assert result.passed, (config, result)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "options", [{"completion": "early"}, {"schedule": "reverse"}, {"schedule": "random:3"}], ids=str
+)
+def test_order_does_not_matter(arch: str, options: dict[str, str]) -> None:
+    for case in (blocks(arch), blocks(arch, preshuffled=True), blocks(arch, kind="wgrad")):
+        made, _a, _b = case.make()
+        problem = case.problem()
+        out = torch.full(problem.out_shape, float("nan"), dtype=torch.bfloat16)
+        tensors = GroupedTensors(
+            made["a"], made["b"], torch.tensor(case.sizes), out, None, made["a_scale"], made["b_scale"]
+        )
+        with sim.session(arch=arch, **options) as report:  # type: ignore[arg-type]
+            amd.run(problem, None, arch, tensors)
+        assert not report.findings, report.findings
+        assert torch.equal(out, case.outcome(f"sim:{arch}")[1])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_preshuffled_and_plain_have_the_same_bits(arch: str) -> None:
+    for sizes in (ODD, (0, 0, 7)):
+        plain = blocks(arch, sizes=sizes, extra=3).outcome(f"sim:{arch}")[1]
+        shuffled = blocks(arch, sizes=sizes, extra=3, preshuffled=True).outcome(f"sim:{arch}")[1]
+        assert torch.equal(plain, shuffled)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_k_of_whole_64s_only(arch: str) -> None:
+    """The last 64 of a K tile would be the next 16 rows' first in preshuffled order; here these are NaN codes."""
+    case = blocks(arch, K=192, N=160, preshuffled=True)
+    assert case.run(f"sim:{arch}").passed
+
+
+@pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_nan_in_a_neighbouring_group_stays_there(arch: str, kind: str) -> None:
+    case = blocks(arch, kind=kind, sizes=(7, 9, 140, 3), scale_layout="rows")
+    made, _, _ = case.make()
+    clean = case.outcome(f"sim:{arch}")[1]
+    nan = torch.tensor([float("nan")]).to(made["a"].dtype)
+    made["a"][7:16] = nan
+    if kind == "wgrad":
+        made["b"][7:16] = nan
+        out = fw.grouped_gemm_wgrad(
+            made["a"], made["b"], torch.tensor(case.sizes), dout_scale=made["a_scale"], x_scale=made["b_scale"],
+            dout_scaling="1x128", x_scaling="1x128", backend=f"sim:{arch}",
+        )  # fmt: skip
+        others = [0, 2, 3]
+        assert torch.equal(out[others], clean[others]) and out[1].isnan().all()
+        return
+    made["b"][1] = nan
+    out = fw.grouped_gemm(
+        made["a"], made["b"], torch.tensor(case.sizes), trans_b=kind == "forward", a_scale=made["a_scale"],
+        b_scale=made["b_scale"], a_scaling="1x128", b_scaling="128x128", backend=f"sim:{arch}",
+    )  # fmt: skip
+    assert torch.equal(out[:7], clean[:7]) and torch.equal(out[16:], clean[16:]) and out[7:16].isnan().all()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_sizes_are_read_when_the_kernel_runs(arch: str) -> None:
+    """One compiled launch, m_sizes changed in place, as in replays of a captured graph."""
+    case = blocks(arch, scaling=None, K=64, sizes=(3, 30, 7))
+    made, a, b = case.make()
+    sizes = torch.tensor(case.sizes)
+    out = torch.empty(40, case.N, dtype=torch.bfloat16)
+    tensors = GroupedTensors(made["a"], made["b"], sizes, out)
+    problem = case.problem()
+    config = default_config(problem, arch)[0]
+    spec = amd.specialise(problem, config, arch)
+    for now in ((3, 30, 7), (0, 40, 0), (1, 2, 3), (40, 0, 0)):
+        sizes.copy_(torch.tensor(now))
+        out.fill_(float("nan"))
+        with sim.session(arch=arch, on_finding="raise"):
+            amd.run(problem, config, arch, tensors)
+            compiled = amd._compiled[spec, ("sim", ("sim", arch))]
+        assert torch.equal(out, replace(case, sizes=now, extra=40 - sum(now)).outcome("native")[1].nan_to_num(0)) or (
+            _close(out, a, b, now)
+        )
+        assert compiled is amd._compiled[spec, ("sim", ("sim", arch))]
+
+
+def _close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sizes: tuple[int, ...]) -> bool:
+    from fourwave.ops.grouped_gemm.reference import grouped_reference
+
+    exact = grouped_reference(a, b, sizes)
+    return bool(((out.double() - exact).abs() <= 0.01 * exact.abs() + 0.01 * exact.abs().max()).all())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_more_rows_than_there_are_stay_inside(arch: str) -> None:
+    """Sizes that are wrong give wrong rows, and touch nothing outside."""
+    case = blocks(arch, scaling=None, K=64, sizes=(20, 20))
+    made, _, _ = case.make()
+    for sizes in ((20, 30), (50, 1), (-5, 40), (2**31 - 1, 2**31 - 1)):
+        out = torch.empty(40, case.N, dtype=torch.bfloat16)
+        with sim.session(arch=arch, on_finding="raise"):
+            amd.run(case.problem(), None, arch, GroupedTensors(made["a"], made["b"], torch.tensor(sizes), out))
+
+
+def test_a_global_transpose_of_the_scales_is_seen() -> None:
+    """What the published kernel once got wrong: blocks of each group taken for one [K / 128, M] matrix."""
+    case = blocks("gfx950")
+    made, a, b = case.make()
+    blocks_k = case.K // 128
+    wrong = made["a_scale"].view(blocks_k, case.rows).mT.contiguous()
+    out = fw.grouped_gemm(
+        made["a"], made["b"], torch.tensor(ODD), a_scale=wrong, b_scale=made["b_scale"], a_scaling="1x128",
+        b_scaling="128x128", backend="sim:gfx950",
+    )  # fmt: skip
+    from fourwave.ops.grouped_gemm.reference import grouped_reference
+    from fourwave.testing.bounds import error_ratio
+
+    ratio, _ = error_ratio(out, grouped_reference(a, b, ODD), case._bound(a, b, None, None))
+    assert ratio > 10
+
+
+def test_the_grid_is_enough_for_any_sizes() -> None:
+    codes = FLOAT8["gfx950"][0]
+    for M in (1, 3, 16, 17, 128, 129, 1000):
+        for G in (1, 2, 7, 257):
+            problem = GroupedProblem(G, M, 64, 64, "rows", "TN", codes, codes, torch.bfloat16)
+            for config in candidates(problem, "gfx950"):
+                worst = [1] * min(G, M)
+                worst[0] += M - sum(worst)
+                spread = sum(-(-size // config.tile_m) for size in worst)
+                left = [1] * min(G, M - 1)
+                partly = sum(-(-size // config.tile_m) for size in left) + -(-(M - sum(left)) // config.tile_m)
+                columns = -(-64 // config.tile_n)
+                assert grid_tiles(problem, config) >= columns * max(spread, partly)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_refusals(arch: str) -> None:
+    codes = FLOAT8[arch][0]
+    problem = GroupedProblem(4, 512, 256, 256, "rows", "TN", codes, codes, torch.bfloat16)
+    other = FLOAT8["gfx942" if arch == "gfx950" else "gfx950"][0]
+    bad = (
+        (replace(problem, a_dtype=other), "reads codes as"),
+        (replace(problem, a_dtype=torch.float32, b_dtype=torch.float32), "take bfloat16, float16 and 8-bit floats"),
+        (replace(problem, bias_dtype=torch.float32), "bias is not in this kernel"),
+        (replace(problem, a_scaling="1x128", b_scaling="1x128"), "1x128 x 1x128 are not in this kernel"),
+        (replace(problem, K=2**31 - 1), "limit of a tile|32-bit"),
+    )
+    assert why_unsupported(problem, None, arch) is None
+    for each, message in bad:
+        why = why_unsupported(each, candidates(problem, arch)[0], arch)
+        assert why is not None and any(part in why for part in message.split("|")), (why, message)
+    config = candidates(problem, arch)[0]
+    for field, value in (("tile_m", 24), ("waves_m", 3), ("tile_k", 100), ("num_stages", 1), ("tile_n", 512)):
+        assert why_unsupported(problem, replace(config, **{field: value}), arch) is not None, field
