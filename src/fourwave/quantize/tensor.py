@@ -138,9 +138,8 @@ class QuantizedTensor:
             raise ValueError(
                 f"data is {data.dtype} and columnwise_data {columnwise_data.dtype}; both must be one format"
             )
-        return cls(
-            fmt, shape, *pairs, columnwise_transposed=columnwise_transposed and columnwise_data is not None, amax=amax
-        )
+        transposed = columnwise_transposed and columnwise_data is not None
+        return cls(fmt, shape, pairs[0], pairs[1], pairs[2], pairs[3], transposed, amax)
 
     @property
     def device(self) -> torch.device:
