@@ -181,7 +181,8 @@ class _Linear(torch.autograd.Function):
             dx = product(
                 gs.row, in_dtype(w_col, call.dtype), trans_b=False, out_dtype=call.dtype, backend=call.backend
             ).out.view(ctx.x_shape)  # fmt: skip
-        fused_bias = call.need_w and call.need_b and plan.g_t is None and ctx.later is None
+        # An accumulating product would add to bias_grad, too.
+        fused_bias = call.need_w and call.need_b and plan.g_t is None and ctx.later is None and ctx.main_grad is None
         if call.need_b and not fused_bias:
             # Of the gradient before it is quantized, in float32.
             db = dz.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -208,12 +209,16 @@ class _Wgrad(NamedTuple):
     bias_dtype: torch.dtype | None
 
     def run(self) -> tuple[Tensor, Tensor | None]:
-        call = self.call
+        call, out = self.call, self.main_grad
+        traced = torch.compiler.is_compiling()  # where products make their results
         made = product(
-            self.dz, in_dtype(self.x, call.dtype), trans_a=True, trans_b=False, out_dtype=call.weight_dtype,
-            bias_grad=self.bias_dtype, out=self.main_grad, accumulate=self.main_grad is not None and not call.overwrite,
+            self.dz, in_dtype(self.x, call.dtype), trans_a=True, trans_b=False,
+            out_dtype=call.weight_dtype if out is None else out.dtype, bias_grad=self.bias_dtype,
+            out=None if traced else out, accumulate=out is not None and not call.overwrite and not traced,
             backend=call.backend,
         )  # fmt: skip
+        if out is not None and traced:
+            out.copy_(made.out if call.overwrite else out + made.out)
         return made.out, made.bias_grad
 
 

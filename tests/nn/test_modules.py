@@ -1,0 +1,405 @@
+"""Each module against PyTorch's, and what training loops do with them: mixes of frozen weights, main_grad, delayed wgrad, odd
+gradients and batches, torch.autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fourwave as fw
+from fourwave import nn as fnn
+from fourwave.quantize.tensor import FORMATS
+from fourwave.testing import bounds
+
+R = fw.recipes
+RECIPES = {
+    "unquantized": R.Unquantized(), "delayed": R.DelayedScaling(amax_history_len=2), "current": R.CurrentScaling(),
+    "blocks": R.BlockScaling(), "mxfp8": R.MXFP8(), "mxfp4": R.MXFP4(), "plain backward": R.MXFP8(backward="high_precision"),
+}  # fmt: skip
+QUANTIZED = {name: recipe for name, recipe in RECIPES.items() if name != "unquantized"}
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def grads(y: torch.Tensor, g: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(y, inputs, g))
+
+
+def reference_norm(x: torch.Tensor, module: Any) -> torch.Tensor:
+    gamma = module.layer_norm_weight + 1 if module.zero_centered_gamma else module.layer_norm_weight
+    if module.normalization == "RMSNorm":
+        return F.rms_norm(x, x.shape[-1:], gamma, module.eps)
+    return F.layer_norm(x, x.shape[-1:], gamma, module.layer_norm_bias, module.eps)
+
+
+def halves(f: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def gated(z: torch.Tensor) -> torch.Tensor:
+        gate, up = z.chunk(2, -1)
+        return f(gate) * up
+
+    return gated
+
+
+def gelu_tanh(z: torch.Tensor) -> torch.Tensor:
+    return F.gelu(z, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu, "gelu_tanh": gelu_tanh, "relu": F.relu, "silu": F.silu,
+    "swiglu": halves(F.silu), "geglu": halves(F.gelu), "geglu_tanh": halves(gelu_tanh),
+    "reglu": halves(F.relu), "glu": halves(torch.sigmoid),
+}  # fmt: skip
+
+
+def double(module: Any) -> Any:
+    """The parameters in float64, as attributes."""
+    return type("Double", (), {
+        **{n: v for n, v in vars(module).items() if not n.startswith("_")},
+        **{n: p if p is None else p.detach().double().requires_grad_() for n, p in module._parameters.items()},
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_layernorm_mlp_is_its_formula(activation: str, normalization: str, zero_centered: bool) -> None:
+    torch.manual_seed(0)
+    module: Any = fnn.LayerNormMLP(
+        24, 40, activation=activation, normalization=normalization, zero_centered_gamma=zero_centered,
+        return_layernorm_output=True,
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(randn(*parameter.shape, seed=5) * 0.3)
+    x = randn(2, 5, 24).requires_grad_()
+    y, normal = module(x)
+    d, x64 = double(module), x.detach().double().requires_grad_()
+    n = reference_norm(x64, d)
+    y64 = F.linear(ACTIVATIONS[activation](F.linear(n, d.fc1_weight, d.fc1_bias)), d.fc2_weight, d.fc2_bias)
+    torch.testing.assert_close(normal.double(), n, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(y.double(), y64, rtol=1e-5, atol=1e-5)
+    g = randn(*y.shape, seed=1)
+    names = [name for name, p in module._parameters.items() if p is not None]
+    got = grads(y, g, x, *[getattr(module, name) for name in names])
+    right = grads(y64, g.double(), x64, *[getattr(d, name) for name in names])
+    for name, a, b in zip(["x", *names], got, right, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+    assert list(module.state_dict()) == [n for n in (
+        "layer_norm_weight", "fc1_weight", "fc2_weight", "layer_norm_bias", "fc1_bias", "fc2_bias"
+    ) if n in names]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_round_once(dtype: torch.dtype) -> None:
+    for normalization in ("LayerNorm", "RMSNorm"):
+        module: Any = fnn.LayerNormLinear(
+            64, 32, normalization=normalization, params_dtype=dtype, return_layernorm_output=True
+        )
+        x = (randn(6, 64) * 10 + 3).to(dtype)
+        _, normal = module(x)
+        exact = reference_norm(x.double(), double(module))
+        bound = exact.abs() * (torch.finfo(dtype).eps / 2 + 2**-19) + 2**-18
+        assert normal.dtype == dtype
+        assert float(((normal.double() - exact).abs() / bound).detach().max()) <= 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layers_on_layers_are_the_linear_in_them(recipe: str) -> None:
+    """LayerNormLinear is Linear of the norm, bit for bit; LayerNormMLP two of them, with the activation on float32 sums."""
+    torch.manual_seed(0)
+    module: Any = fnn.LayerNormLinear(64, 96, return_layernorm_output=True)
+    linear: Any = fnn.Linear(64, 96)
+    linear.load_state_dict({"weight": module.weight.detach(), "bias": module.bias.detach()})
+    x, g = randn(7, 64).requires_grad_(), randn(7, 96, seed=2)
+    with fw.autocast(recipe=RECIPES[recipe]):
+        y, normal = module(x)
+    leaf = normal.detach().requires_grad_()
+    with fw.autocast(recipe=RECIPES[recipe]):
+        z = linear(leaf)
+    assert torch.equal(y, z)
+    for a, b in zip(grads(y, g, module.weight, module.bias), grads(z, g, linear.weight, linear.bias), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("sizes", [[3, 0, 9, 5], [17, 0, 0, 0], [0, 0, 0, 0], [1, 2, 3, 11]], ids=str)
+def test_grouped_linear_is_one_linear_for_each_group(recipe: str, sizes: list[int]) -> None:
+    """Against float64 products of the operands that the recipe says, 4 rows past the last group included."""
+    torch.manual_seed(0)
+    rows, k, n = sum(sizes) + 4, 64, 128
+    module: Any = fnn.GroupedLinear(4, k, n)
+    x, g = randn(rows, k).requires_grad_(), randn(rows, n, seed=1)
+    with fw.autocast(recipe=RECIPES[recipe]):
+        y = module(x, torch.tensor(sizes))
+    dx, dw, db = grads(y, g, x, module.weight, module.bias)
+    plan = RECIPES[recipe].plan
+
+    def values(t: torch.Tensor, name: str | None, direction: str) -> torch.Tensor:
+        t = t.detach()
+        if name is None:
+            return t.double()
+        rule = None if plan.delayed else plan.mx_rule if FORMATS[name].is_mx else plan.block_rule
+        scale = torch.ones(()) if plan.delayed else None
+        return fw.quantize(t, name, direction, scale=scale, scale_rule=rule).dequantize(torch.float64).view(t.shape)
+
+    def close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **kwargs: Any) -> None:
+        bias = kwargs.get("bias")
+        exact = a @ b.mT + (0 if bias is None else bias.double())
+        bounds.assert_within(out, exact, bounds.gemm_bound(a, b, torch.float32, scaled=True, **kwargs))
+
+    xs, gs, ws = values(x, plan.x, "rowwise"), values(g, plan.g, "rowwise"), values(module.weight, plan.w, "rowwise")
+    xt, gt, wt = (
+        values(t, name, "columnwise") for t, name in ((x, plan.x_t), (g, plan.g_t), (module.weight, plan.w_t))
+    )
+    start = 0
+    for group, size in enumerate(sizes):
+        span = slice(start, start + size)
+        close(y[span].detach(), xs[span], ws[group], bias=module.bias[group].detach())
+        close(dx[span], gs[span], wt[group].mT)
+        close(dw[group], gt[span].mT, xt[span].mT)
+        exact = g[span].double().sum(0)
+        bounds.assert_within(db[group], exact, bounds.sum_bound(g[span].double(), torch.float32))
+        start += size
+    assert not y[start:].any() and not dx[start:].any()
+    if 0 in sizes:
+        assert not dw[sizes.index(0)].any()
+
+
+MIXES = [(x, w, b) for x in (False, True) for w in (False, True) for b in (False, True)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_mix_of_requires_grad(recipe: str) -> None:
+    """A frozen weight, LoRA's adapters beside one, a frozen bias, an input without gradient: the others' gradients do not change."""
+    for make in (lambda: fnn.Linear(64, 128), lambda: fnn.GroupedLinear(2, 64, 128)):
+        everything: Any = None
+        for mix in reversed(MIXES):
+            torch.manual_seed(0)
+            module: Any = make()
+            rest = (torch.tensor([2, 3]),) if isinstance(module, fnn.GroupedLinear) else ()
+            x = randn(5, 64).requires_grad_(mix[0])
+            module.weight.requires_grad_(mix[1])
+            module.bias.requires_grad_(mix[2])
+            with fw.autocast(recipe=RECIPES[recipe]):
+                y = module(x, *rest)
+            assert y.requires_grad is any(mix)
+            if not any(mix):
+                continue
+            y.backward(randn(5, 128, seed=3))
+            got = (x.grad, module.weight.grad, module.bias.grad)
+            everything = everything or got
+            for wanted, mine, all_ in zip(mix, got, everything, strict=True):
+                assert (mine is not None) is wanted
+                if mine is not None and all_ is not None:
+                    torch.testing.assert_close(mine, all_, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64), (1, 64), (64,)], ids=str)
+def test_empty_and_single_batches(recipe: str, shape: tuple[int, ...]) -> None:
+    modules: list[Any] = [
+        fnn.Linear(64, 96),
+        fnn.LayerNormLinear(64, 96),
+        fnn.LayerNormMLP(64, 96, activation="swiglu"),
+    ]
+    for module in modules:
+        for _ in range(2):
+            x = randn(*shape).requires_grad_()
+            with fw.autocast(recipe=RECIPES[recipe]):
+                y = module(x)
+            assert y.shape[:-1] == x.shape[:-1] and y.isfinite().all()
+            y.sum().backward()
+        assert x.grad is not None and x.grad.shape == x.shape
+        for name, parameter in module.named_parameters():
+            assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+            if not x.numel():
+                assert not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_of_any_strides(recipe: str) -> None:
+    """Expanded (stride 0), transposed and sliced gradients and inputs give what their contiguous copies give."""
+    torch.manual_seed(0)
+    for module in (fnn.Linear(64, 96), fnn.LayerNormMLP(64, 32)):
+        n = module(randn(1, 64)).shape[-1]
+        weight: Any = next(p for p in module.parameters() if p.dim() == 2)
+        for g in (
+            randn(1, 1).expand(6, n), randn(1, n).expand(6, n), randn(n, 6).mT, randn(6, 2 * n)[:, ::2],
+            randn(6, n + 3)[:, 3:], randn(6, 1).expand(6, n),
+        ):  # fmt: skip
+            for x in (randn(6, 64), randn(64, 6).mT, randn(6, 128)[:, ::2], randn(1, 64).expand(6, 64)):
+                results = []
+                for view in (lambda t: t, lambda t: t.contiguous()):
+                    module.delayed_scale = module.delayed_amax_history = None
+                    leaf = view(x.detach()).requires_grad_()
+                    with fw.autocast(recipe=RECIPES[recipe]):
+                        y = module(leaf)
+                    results.append((y, *grads(y, view(g), leaf, weight)))
+                for a, b in zip(*results, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["unquantized", "mxfp8", "delayed"])
+def test_main_grad_and_delayed_wgrad(recipe: str) -> None:
+    def run(module: Any, rest: tuple[Any, ...], **kwargs: Any) -> None:
+        x = randn(6, 64).requires_grad_()
+        with fw.autocast(recipe=RECIPES[recipe]):
+            y = module(x, *rest, **kwargs)
+        y.backward(randn(*y.shape, seed=4))
+
+    makes: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (lambda **k: fnn.Linear(64, 96, **k), ()),
+        (lambda **k: fnn.LayerNormLinear(64, 96, **k), ()),
+        (lambda **k: fnn.LayerNormMLP(64, 96, activation="swiglu", **k), ()),
+        (lambda **k: fnn.GroupedLinear(2, 64, 96, **k), (torch.tensor([4, 2]),)),
+    ]
+    for make, rest in makes:
+        torch.manual_seed(0)
+        plain = make()
+        run(plain, rest)
+        for fused, delayed in ((True, False), (False, True), (True, True)):
+            module = make(fuse_wgrad_accumulation=fused, delay_wgrad_compute=delayed)
+            module.load_state_dict({n: t for n, t in plain.state_dict().items() if not n.startswith("delayed")})
+            weights = [(n, p) for n, p in module.named_parameters() if n in ("weight", "fc1_weight", "fc2_weight")]
+            addend = {n: randn(*p.shape, seed=8) for n, p in weights}
+            if fused:
+                with pytest.raises(ValueError, match="no main_grad"):
+                    run(module, rest)
+                module.delayed_scale = module.delayed_amax_history = None
+                for name, parameter in weights:
+                    parameter.main_grad = addend[name].clone()
+                    parameter.grad_added_to_main_grad = False
+            module.zero_grad()
+            run(module, rest)
+            if delayed:
+                for name, parameter in weights:
+                    if fused:
+                        assert torch.equal(parameter.main_grad, addend[name])
+                    else:
+                        assert parameter.grad is None
+                module.backward_dw()
+                assert not module._delayed
+            for name, parameter in module.named_parameters():
+                right = dict(plain.named_parameters())[name].grad
+                if fused and name in addend:
+                    assert parameter.grad_added_to_main_grad
+                    torch.testing.assert_close(parameter.main_grad, addend[name] + right, rtol=1e-5, atol=1e-5)
+                else:
+                    torch.testing.assert_close(parameter.grad, right, rtol=1e-6, atol=1e-6)
+            if fused and not delayed:
+                # The first microbatch overwrites what is there.
+                module.delayed_scale = module.delayed_amax_history = None
+                run(module, rest, is_first_microbatch=True)
+                for name, parameter in weights:
+                    right = dict(plain.named_parameters())[name].grad
+                    torch.testing.assert_close(parameter.main_grad, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_torch_autocast_chooses_the_precision(recipe: str) -> None:
+    """float32 parameters and input: the products and what is kept are bfloat16, gradients have their own types."""
+    torch.manual_seed(0)
+    module: Any = fnn.LayerNormMLP(64, 96)
+    x = randn(5, 64).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16), fw.autocast(recipe=RECIPES[recipe]):
+        y = module(x)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in module.parameters())
+    # Parameters in another precision than the input's, without autocast.
+    module = fnn.Linear(64, 96)
+    x = randn(5, 64, dtype=torch.bfloat16).requires_grad_()
+    with fw.autocast(recipe=RECIPES[recipe]):
+        y = module(x)
+    y.sum().backward()
+    assert (y.dtype, x.grad.dtype, module.weight.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_each_tensor_is_quantized_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fourwave.nn import products
+
+    seen = []
+    real = products.quantize
+
+    def counted(t: torch.Tensor, name: str, direction: str, **kwargs: Any) -> Any:
+        seen.append((tuple(t.shape), direction))
+        return real(t, name, direction, **kwargs)
+
+    monkeypatch.setattr(products, "quantize", counted)
+    linear, x = fnn.Linear(64, 96), randn(5, 64).requires_grad_()
+    with fw.autocast(recipe=RECIPES[recipe]):
+        y = linear(x)
+    y.sum().backward()
+    plan = RECIPES[recipe].plan
+    expected: list[Any] = []
+    for shape, row, col in (((5, 64), plan.x, plan.x_t), ((96, 64), plan.w, plan.w_t), ((5, 96), plan.g, plan.g_t)):
+        if row == col and row is not None:
+            expected.append((shape, "both"))
+        else:
+            expected += [(shape, d) for d, name in (("rowwise", row), ("columnwise", col)) if name is not None]
+    assert seen == expected
+    seen.clear()
+    with torch.no_grad(), fw.autocast(recipe=RECIPES[recipe]):
+        linear(x)
+    assert seen == [((5, 64), "rowwise"), ((96, 64), "rowwise")]
+
+
+def test_a_weight_changed_before_the_backward_pass_is_an_error_or_harmless() -> None:
+    for recipe, harmless in ((R.Unquantized(), False), (R.MXFP8(), True)):
+        torch.manual_seed(0)
+        linear, x = fnn.Linear(64, 96), randn(5, 64).requires_grad_()
+        with fw.autocast(recipe=recipe):
+            y = linear(x)
+        with torch.no_grad():
+            linear.weight.zero_()
+        if harmless:
+            y.sum().backward()
+            assert x.grad is not None and x.grad.any()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.sum().backward()
+
+
+def test_bad_input_is_told() -> None:
+    linear, x = fnn.Linear(64, 96), randn(5, 32)
+    with pytest.raises(ValueError, match="last dimension must be 64"):
+        linear(x)
+    for module in (fnn.LayerNormLinear(64, 96), fnn.LayerNormMLP(64, 96)):
+        with pytest.raises(ValueError, match="last dimension must be 64"):
+            module(x)
+    with pytest.raises(ValueError, match="activation"):
+        fnn.LayerNormMLP(64, 96, activation="tanh")
+    with pytest.raises(ValueError, match="normalization"):
+        fnn.LayerNormLinear(64, 96, normalization="BatchNorm")
+    grouped = fnn.GroupedLinear(2, 64, 96)
+    with pytest.raises(ValueError, match="m_sizes"):
+        grouped(randn(5, 64), torch.tensor([5]))
+    with pytest.raises(ValueError, match="rows of all groups"):
+        grouped(x, torch.tensor([2, 3]))
+    with pytest.raises(ValueError, match="straddle groups"), fw.autocast(recipe=R.MXFP8()):
+        fnn.GroupedLinear(2, 64, 40)(randn(5, 64).requires_grad_(), torch.tensor([2, 3])).sum().backward()
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        leaf = randn(2, 64).requires_grad_()
+        (dx,) = torch.autograd.grad(linear(leaf).square().sum(), leaf, create_graph=True)
+        dx.sum().backward()
+
+
+def test_initial_values_are_those_of_nn_linear() -> None:
+    torch.manual_seed(0)
+    mine = fnn.Linear(64, 96)
+    torch.manual_seed(0)
+    theirs = torch.nn.Linear(64, 96)
+    assert torch.equal(mine.weight, theirs.weight) and torch.equal(mine.bias, theirs.bias)  # type: ignore[arg-type]
+    filled: Any = fnn.Linear(64, 96, init_method=lambda w: torch.nn.init.constant_(w, 2.0))
+    assert (filled.weight == 2).all() and not filled.bias.any()
+    y, bias = fnn.Linear(64, 96, return_bias=True)(randn(2, 64))
+    assert y.shape == (2, 96) and isinstance(bias, torch.nn.Parameter)
+    assert fnn.Linear(64, 96, bias=False)(randn(2, 64)).shape == (2, 96)
