@@ -342,8 +342,12 @@ CLUSTER_BARRIER = """
   rocdl.s.barrier.wait id = -3"""
 
 
+BOTH_AT_ONCE = '\n  llvm.call_intrinsic "llvm.amdgcn.s.cluster.barrier"() : () -> ()'
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_workgroups_of_a_cluster_meet_at_its_barrier(schedule: str) -> None:
+@pytest.mark.parametrize("meet", [BARRIER + CLUSTER_BARRIER, BOTH_AT_ONCE], ids=["written out", "s.cluster.barrier"])
+def test_workgroups_of_a_cluster_meet_at_its_barrier(meet: str, schedule: str) -> None:
     """Each workgroup writes to memory, meets the others, and reads what its neighbour wrote; 8 clusters of 4."""
     body = HEAD + """
   %g = rocdl.workgroup.id.x : i32
@@ -351,7 +355,7 @@ def test_workgroups_of_a_cluster_meet_at_its_barrier(schedule: str) -> None:
   %next = llvm.xor %g, %one : i32
   %mem = llvm.getelementptr %a0[%g] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, i32
   %other = llvm.getelementptr %a0[%next] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, i32
-  llvm.store %g, %mem : i32, !llvm.ptr<1>""" + BARRIER + CLUSTER_BARRIER + """
+  llvm.store %g, %mem : i32, !llvm.ptr<1>""" + meet + """
   %v = llvm.load %other : !llvm.ptr<1> -> i32
   %res = llvm.getelementptr %out[%g] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, i32
   llvm.store %v, %res : i32, !llvm.ptr<1>"""  # fmt: skip

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..ir_types import dwords
+from ..program import Block
 from .base import Lowering, Value, handles
 from .intrinsics import intrinsic
 
@@ -124,8 +125,20 @@ def _named_barrier(k: Lowering, o: Any) -> Value:
 
 @intrinsic("llvm.amdgcn.s.cluster.barrier")
 def _cluster_barrier(k: Lowering, o: Any) -> Value:
-    """What LLVM makes of it: the workgroup's barrier, of which the wave that signals it first signals the cluster's."""
-    raise k.fail("llvm.amdgcn.s.cluster.barrier (write its workgroup and cluster barriers out)", o)
+    """What LLVM makes of it: the workgroup's barrier, then the cluster's, which the wave that was the first to signal the former signals."""
+    _only_gfx1250(k, o)
+    first = k.out("BARRIER_SIGNAL_ISFIRST", _WORKGROUP_BARRIER)
+    k.emit("BARRIER_WAIT", _WORKGROUP_BARRIER)
+    signal, after = Block(f"{k.block.name}-signal"), Block(f"{k.block.name}-met")
+    k.b.blocks += [signal, after]
+    k.emit("BRANCH", first, signal, after)
+    k.block.successors = [signal, after]
+    k.block, k.extracted = signal, {}
+    k.emit("BARRIER_SIGNAL", _CLUSTER_BARRIER)
+    k.emit("JUMP", after)
+    k.block.successors = [after]
+    k.block, k.extracted = after, {}
+    k.emit("BARRIER_WAIT", _CLUSTER_BARRIER)
 
 
 # -- who am I ----------------------------------------------------------------------------------------------------------
