@@ -1,5 +1,5 @@
 """The CDNA kernels' epilogues on the simulator: scales of operands that do not change along K, the saved preactivation, the
-bias gradient.
+bias gradient, quantized output.
 
 Truth is float64 from the codes and scales that the kernel got; every element has its bound, outputs start as NaN inside
 guard bytes. Bias, activations, alpha and accumulation alone are in test_gemm_backends.py.
@@ -17,7 +17,8 @@ from fourwave.ops.gemm import amd
 from fourwave.ops.gemm.config import ARCHS, FLOAT8, GemmConfig, candidates, why_unsupported
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.ops.gemm.reference import activate
-from fourwave.testing import assert_within, buffers, gemm_bound, inputs
+from fourwave.quantize import quantize
+from fourwave.testing import GemmCase, assert_within, buffers, gemm_bound, inputs
 from fourwave.testing.bounds import U_FP32
 from fourwave.testing.shapes import Shape
 
@@ -262,3 +263,104 @@ def test_bias_grad_is_for_wgrad(arch: str) -> None:
     assert "NT" in (why_unsupported(plain(layout="TN", bias_grad_dtype=FP32), None, arch) or "")
     blocks = eight_bit(arch, layout="NT", bias_grad_dtype=FP32, a_scaling="1x32", b_scaling="1x32")
     assert why_unsupported(blocks, None, arch) is not None
+
+
+# format, direction, rule
+QUANTIZED = [
+    ("fp8_e4m3", "rowwise", "floor"), ("fp8_e5m2", "rowwise", "floor"),
+    ("mxfp8_e4m3", "rowwise", "floor"), ("mxfp8_e5m2", "rowwise", "ceil"), ("mxfp8_e4m3", "columnwise", "ceil"),
+    ("mxfp8_e5m2", "columnwise", "floor"), ("mxfp8_e4m3", "both", "floor"), ("mxfp8_e4m3", "both", "ceil"),
+]  # fmt: skip
+
+
+def check_quantized(case: GemmCase, arch: str, config: GemmConfig) -> None:
+    """The bits of codes, scales and amax are those of the quantizer's definition, given the same call's float32 result."""
+    result = case.run(f"sim:{arch}", config=config)
+    assert result.passed, f"{case}: {result}"
+
+
+@pytest.mark.parametrize(
+    ("out_format", "direction", "rule", "layout"),
+    [(*each, "TN") for each in QUANTIZED] + [("mxfp8_e4m3", "both", "floor", layout) for layout in ("NN", "NT")],
+)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_quantized_output(arch: str, out_format: str, direction: str, rule: str, layout: str) -> None:
+    for shape in (SHAPE, ODD):
+        options = {"out_format": out_format, "out_direction": direction, "out_scale_rule": rule, "layout": layout}
+        case = GemmCase(shape, **options, bias_dtype=FP32, activation="relu")  # type: ignore[arg-type]
+        check_quantized(case, arch, candidates(arch)[2])
+
+
+@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_quantized_output_of_every_tile(arch: str, index: int) -> None:
+    """2 x 2 tiles each; those whose waves have no whole block of 32 say so."""
+    config = candidates(arch, 1)[index]
+    dtypes = FLOAT8[arch]
+    shape = Shape("2 x 2 tiles", 2 * config.tile_m - 12, 2 * config.tile_n - 8, 64)
+    case = GemmCase(shape, dtype=dtypes[0], b_dtype=dtypes[1], out_format="mxfp8_e4m3", out_direction="both")
+    if config.tile_m // config.waves_m % 32 or config.tile_n // config.waves_n % 32:
+        assert "blocks of 32" in (why_unsupported(case.problem, config, arch) or "")
+        case = replace(case, out_format="fp8_e4m3", out_direction="rowwise")
+    check_quantized(case, arch, config)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, ODD], ids=str)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_quantized_output_writes_every_code_and_nothing_else(arch: str, shape: Shape) -> None:
+    """Codes, scales and a preactivation in buffers of their own; NaN and infinities among the values."""
+    direction, dtype = "both", torch.float8_e4m3fn
+    problem = plain(
+        shape, out_dtype=dtype, out_scaling="1x32", out_direction=direction, preactivation_dtype=FP32, activation="relu"
+    )
+    a, b = inputs.spread(shape, BF16)
+    a[3] = float("nan")
+    a[40, :2] = float("inf")  # Inf - Inf or Inf, by b's signs
+    b[70] = 0
+    sizes = {
+        "out": ((shape.M, shape.N), dtype), "out_columnwise": ((shape.M, shape.N), dtype),
+        "out_scale": ((shape.M, -(-shape.N // 32)), torch.uint8),
+        "out_columnwise_scale": ((-(-shape.M // 32), shape.N), torch.uint8),
+        "preactivation": ((shape.M, shape.N), FP32),
+    }  # fmt: skip
+    written = {}
+    for name, (size, kind) in sizes.items():
+        poison = torch.full(size, 0xA6, dtype=torch.uint8) if kind.itemsize == 1 else torch.full(size, float("nan"))
+        written[name] = buffers.poisoned(*size, torch.uint8 if kind.itemsize == 1 else kind, addend=poison)
+    given = {name: buffer.tensor.view(sizes[name][1]) for name, buffer in written.items()}
+    plain_out = torch.full((shape.M, shape.N), float("nan"))
+    with sim.session(arch=arch, on_finding="raise"):
+        amd.run(problem, candidates(arch)[2], arch, GemmTensors(a, b, **given))
+        amd.run(
+            plain(shape, out_dtype=FP32, activation="relu"), candidates(arch)[2], arch, GemmTensors(a, b, plain_out)
+        )
+    assert plain_out.isnan().any() and plain_out.isinf().any()
+    right = quantize(plain_out, "mxfp8_e4m3", direction, backend="native")
+    for name, expected in (
+        ("out", right.data), ("out_scale", right.scale), ("out_columnwise", right.columnwise_data),
+        ("out_columnwise_scale", right.columnwise_scale),
+    ):  # fmt: skip
+        assert expected is not None
+        assert torch.equal(written[name].tensor.view(torch.uint8), expected.view(torch.uint8)), name
+    for buffer in written.values():
+        buffer.assert_guards_intact()
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "0", "-3.5"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_amax_of_quantized_output(arch: str, value: str) -> None:
+    """One element stands out: amax is its magnitude, NaN for a NaN, whatever out_amax held before."""
+    dtype = FLOAT8[arch][0]
+    shape = Shape("", 70, 72, 32)
+    a, b = torch.zeros(shape.M, shape.K, dtype=BF16), torch.zeros(shape.N, shape.K, dtype=BF16)
+    a[69, 5], b[71, 5] = float(value), 1
+    amax, scale = torch.tensor(1e9), torch.tensor(0.25)
+    out = torch.zeros(shape.M, shape.N).to(dtype)
+    problem = plain(shape, out_dtype=dtype, out_scaling="tensor")
+    with sim.session(arch=arch, on_finding="raise"):
+        tensors = GemmTensors(a, b, out, out_scale=scale, out_amax=amax)
+        amd.run(problem, candidates(arch)[2], arch, tensors)
+    expected = (a.float() @ b.float().T).abs().max()
+    assert torch.equal(amax, expected) or (amax.isnan() and expected.isnan())
+    right = quantize(a.float() @ b.float().T, "fp8_e4m3", scale=scale, fnuz=arch == "gfx942", backend="native")
+    assert right.data is not None and torch.equal(out.view(torch.uint8), right.data.view(torch.uint8))

@@ -1,5 +1,6 @@
 """z = alpha * a_scale * b_scale * acc + bias, out = act(z) (+ out), in float32; z, where it is saved, and out are each rounded
-once (ties to even) when they are stored.
+once (ties to even) when they are stored. swiglu: the columns of z are two halves, out = silu(first) * second.
+Or out is quantized (convert.py) straight from float32: with one given scale, its largest magnitude kept, or in blocks of 32.
 
 The scales here are those that do not change along K: of a whole operand ("tensor"), or one for each row of out (a) or
 column (b) ("row").
@@ -9,14 +10,21 @@ from dataclasses import dataclass
 
 from flydsl import expr as fx
 
+from fourwave.blocks.flydsl.convert import ALL_LANES, INF_BITS, NAN_BITS, BlockScale, Codes, lane_max, larger, magnitude
 from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, keep_order, minimum, select
 from fourwave.blocks.flydsl.tiles import MMA_M, MMA_N
+from fourwave.formats.element import ElementFormat
+
+SWIGLU = "swiglu"
+BLOCK = 32  # elements that share a scale of "1x32"
+CODE_RUN = 8  # codes per store: rows of out are aligned to as many bytes
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What happens to the accumulator; dtypes are FlyDSL element types."""
+    """What happens to the accumulator; dtypes are FlyDSL element types, 8-bit ones Uint8."""
 
+    arch: str
     out_dtype: type
     bias_dtype: type | None = None
     activation: str | None = None
@@ -28,6 +36,7 @@ class Epilogue:
     out_scaling: str | None = None
     out_direction: str = "rowwise"
     out_scale_rule: str = "floor"
+    code_format: ElementFormat | None = None  # of quantized output
     vectorised: bool = True  # rows of out are 16-byte aligned and N % 8 == 0: whole chunks are stored or none
 
 
@@ -131,56 +140,247 @@ def row_sums(epi, geo, wave_n):
 
 
 def store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane):
-    """Finish and store one wave's accumulators. arguments: see cdna.launcher.
-
-    Lane l holds, of result (i, j), one row of the output and four columns (mma.py); the results of one group of N
-    fragments together give it a run of neighbouring columns (tiles.OperandTile.run_element).
-    """
-    M, N = arguments.M, arguments.N
-    used_rows, used_columns = minimum(M - m0, fx.Int32(geo.tile_m)), N - n0
-    out = Matrix(arguments.out, epi.out_dtype, m0, n0, used_rows, used_columns)
-    bias = column_scale = saved = None
-    if epi.preactivation_dtype is not None:
-        saved = Matrix(arguments.preactivation, epi.preactivation_dtype, m0, n0, used_rows, used_columns)
-    if epi.bias_dtype is not None:
-        bias = Line(arguments.bias, epi.bias_dtype, n0, used_columns)
-    if epi.b_scaling == "row":
-        column_scale = Line(arguments.b_scale, fx.Float32, n0, used_columns)
-
-    group, run = geo.b.group, geo.b.run
-    width = min(run, 16 // out.size) if epi.vectorised else 1  # elements per store
-    rows = [wave_m * geo.wave_tile_m + geo.a.fragment_row(i, lane % MMA_M) for i in range(geo.frags_m)]
+    """Finish and store one wave's accumulators. arguments: see cdna.launcher; n0: in columns of the product."""
+    wave = _Wave(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane)
     if epi.bias_grad_dtype is not None:
         # First, since its sums take registers.
-        _store_bias_grad(acc[geo.frags_m * geo.frags_n :], epi, arguments, m0, n0, used_rows, rows, wave_n, lane)
+        sums = acc[geo.frags_m * geo.frags_n :]
+        _store_bias_grad(sums, epi, arguments, m0, n0, wave.used_rows, wave.rows, wave_n, lane)
         keep_order()
-    factors = _row_factors(epi, arguments, m0, used_rows, rows)
-    for p in range(geo.frags_n // group):
-        first_column = wave_n * geo.wave_tile_n + p * group * MMA_N + (lane // MMA_M) * run
-        for c in range(0, run, width):
-            column = first_column + c
-            stored = column < used_columns
-            addend = None if bias is None else bias.load(column, width, stored)
-            scale = None if column_scale is None else column_scale.load(column, width, stored)
-            for i, row in enumerate(rows):
-                z = []
-                for e in range(width):
-                    q, r = geo.b.run_element(c + e)
-                    x = acc[i * geo.frags_n + p * group + q][r] * factors[i]
-                    if scale is not None:
-                        x = x * scale[e]
-                    if addend is not None:
-                        x = x + addend[e]
-                    z.append(x)
-                if saved is not None:
-                    saved.store(fx.Vector.from_elements(z, fx.Float32), saved.offset(row, column, stored))
-                result = fx.Vector.from_elements([activate(x, epi.activation) for x in z], fx.Float32)
-                offset = out.offset(row, column, stored)
-                if epi.accumulate:
-                    result = result + out.load(offset, width)
-                out.store(result, offset)
-            # One run at a time: the compiler would load and convert everything first, and have no registers for it.
-            keep_order()
+    if epi.out_scaling == "1x32":
+        wave.store_blocks()
+    else:
+        wave.store()
+
+
+class _Wave:
+    """One wave's part of a tile.
+
+    Lane l holds, of result (i, j), one row of the product and four columns (mma.py); the results of one group of N fragments
+    together give it a run of neighbouring columns (tiles.OperandTile.run_element). With swiglu, groups with an even number
+    hold columns of the first half of the product, those with an odd one the same columns of the second half.
+    """
+
+    def __init__(self, acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane):
+        self.acc, self.epi, self.arguments, self.geo, self.lane, self.m0 = acc, epi, arguments, geo, lane, m0
+        M, N = arguments.M, arguments.N
+        self.parts = 2 if epi.activation == SWIGLU else 1
+        assert geo.frags_n // geo.b.group % self.parts == 0, "config.operand_tiles chooses the groups"
+        if self.parts == 2:
+            n0, N = n0 >> 1, N >> 1
+        # First column and number of columns from there on, of out; the second half of the product lies `half` further.
+        self.n0, self.half = n0, N
+        self.used_rows, self.used_columns = minimum(M - m0, fx.Int32(geo.tile_m)), N - n0
+        self.group, self.run = geo.b.group, geo.b.run
+        self.groups = geo.frags_n // geo.b.group // self.parts
+        self.first_column = wave_n * (geo.wave_tile_n // self.parts) + (lane // MMA_M) * self.run
+        self.first_row = wave_m * geo.wave_tile_m
+        self.rows = [self.first_row + geo.a.fragment_row(i, lane % MMA_M) for i in range(geo.frags_m)]
+        self.factors = None
+
+        self.saved = None
+        if epi.preactivation_dtype is not None:
+            self.saved = Matrix(
+                arguments.preactivation, epi.preactivation_dtype, m0, n0, self.used_rows, arguments.N - n0
+            )
+        starts = [n0 + part * self.half for part in range(self.parts)]
+        self.bias = self.scale = None
+        if epi.bias_dtype is not None:
+            self.bias = [Line(arguments.bias, epi.bias_dtype, start, self.used_columns) for start in starts]
+        if epi.b_scaling == "row":
+            self.scale = [Line(arguments.b_scale, fx.Float32, start, self.used_columns) for start in starts]
+
+    def _matrix(self, tensor, dtype):
+        return Matrix(tensor, dtype, self.m0, self.n0, self.used_rows, self.used_columns)
+
+    def _column(self, q, c):
+        """Column of out, relative to the tile's first, of element c of the lane's run in group q."""
+        return self.first_column + q * self.group * MMA_N + c
+
+    def _lines(self, lines, column, width, stored):
+        return None if lines is None else [line.load(column, width, stored) for line in lines]
+
+    def _outputs(self, i, q, c, width, column, stored, bias, scale):
+        """act(z) of `width` columns of row i as Float32; z is saved on the way."""
+        if self.factors is None:
+            self.factors = _row_factors(self.epi, self.arguments, self.m0, self.used_rows, self.rows)
+        halves = []
+        for part in range(self.parts):
+            z = []
+            for e in range(width):
+                fragment, r = self.geo.b.run_element(c + e)
+                at = i * self.geo.frags_n + (q * self.parts + part) * self.group + fragment
+                x = self.acc[at][r] * self.factors[i]
+                if scale is not None:
+                    x = x * scale[part][e]
+                if bias is not None:
+                    x = x + bias[part][e]
+                z.append(x)
+            if self.saved is not None:
+                offset = self.saved.offset(self.rows[i], column + part * self.half, stored)
+                self.saved.store(fx.Vector.from_elements(z, fx.Float32), offset)
+            halves.append(z)
+        if self.parts == 2:
+            return [_sigmoid_times(gate, gate) * up for gate, up in zip(*halves, strict=True)]
+        return [activate(x, self.epi.activation) for x in halves[0]]
+
+    def store(self):
+        """out as it is, or as codes with one scale for all ("tensor")."""
+        epi = self.epi
+        out = self._matrix(self.arguments.out, epi.out_dtype)
+        width = min(self.run, 16 // out.size) if epi.vectorised else 1  # elements per store
+        codes = amax = None
+        if epi.out_scaling == "tensor":
+            codes = Codes(epi.code_format, epi.arch)
+            inv_scale = BlockScale.given(scalar(self.arguments.out_scale)).inv
+            amax = fx.Int32(0)
+            width = min(width, CODE_RUN)
+        for q in range(self.groups):
+            for c in range(0, self.run, width):
+                column = self._column(q, c)
+                stored = column < self.used_columns
+                bias, scale = (self._lines(lines, column, width, stored) for lines in (self.bias, self.scale))
+                for i, row in enumerate(self.rows):
+                    values = self._outputs(i, q, c, width, column, stored, bias, scale)
+                    offset = out.offset(row, column, stored)
+                    if codes is not None:
+                        inside = stored & (row < self.used_rows)
+                        bits = _largest([magnitude(value) for value in values])
+                        amax = larger(amax, select(inside, bits, 0))
+                        # Codes.pack's own way with NaN trips LLVM's instruction selection for gfx942.
+                        scaled = [value * inv_scale for value in values]
+                        numbers = [value == value for value in scaled]
+                        _store_codes(out.buffer, codes, scaled, offset, nan=False, finite=numbers)
+                        continue
+                    result = fx.Vector.from_elements(values, fx.Float32)
+                    if epi.accumulate:
+                        result = result + out.load(offset, width)
+                    out.store(result, offset)
+                # One run at a time: the compiler would load and convert everything first, and have no registers for it.
+                keep_order()
+        if codes is not None:
+            # Bits of non-negative floats order as integers: the maximum does not depend on the order of the waves. A NaN
+            # is the largest of all.
+            amax = lane_max(amax, ALL_LANES, epi.arch)
+            amax = (amax > INF_BITS).select(fx.Int32(NAN_BITS), amax)
+            buffer = Buffer(self.arguments.out_amax, fx.Int64(0), fx.Int64(4))
+            buffer.atomic_max(amax, select(self.lane == 0, 0, OUT_OF_RANGE))
+
+    def store_blocks(self):
+        """out as codes with a scale for each 32 columns of a row, or each 32 rows of a column, or both."""
+        epi, geo, lane = self.epi, self.geo, self.lane
+        codes = Codes(epi.code_format, epi.arch)
+        saturate = epi.out_scale_rule == "floor"
+        rowwise, columnwise = (epi.out_direction in (direction, "both") for direction in ("rowwise", "columnwise"))
+        width = min(self.run, CODE_RUN) if epi.vectorised else 1  # columns per store
+        # Lanes 16 apart hold neighbouring runs; a block of 32 columns is `span` groups of all of them, or a run each of two.
+        span = max(1, BLOCK // (MMA_N * self.group))
+        row_mask = 48 if self.group <= 2 else 16
+        # Neighbouring lanes hold neighbouring rows; a block of 32 rows is two fragments of 16, or four of 8 each.
+        frags = max(2, geo.a.group) if columnwise else 1
+        column_mask = 15 if geo.a.group <= 2 else 7
+        if rowwise:
+            out = self._matrix(self.arguments.out, fx.Uint8)
+            first = self.n0 >> 5
+            scales = Matrix(
+                self.arguments.out_scale, fx.Uint8, self.m0, first, self.used_rows, ((self.half + 31) >> 5) - first
+            )
+        if columnwise:
+            turned = self._matrix(self.arguments.out_columnwise, fx.Uint8)
+            turned_scales = Matrix(
+                self.arguments.out_columnwise_scale, fx.Uint8, self.m0 >> 5, self.n0, (self.used_rows + 31) >> 5,
+                self.used_columns,
+            )  # fmt: skip
+        for q0 in range(0, self.groups, span):
+            places = [(q, c) for q in range(q0, q0 + span) for c in range(0, self.run, width)]
+            columns = [self._column(q, c) for q, c in places]
+            stored = [column < self.used_columns for column in columns]
+            for i0 in range(0, geo.frags_m, frags):
+                tile = []  # [row][place][column] values
+                for i in range(i0, i0 + frags):
+                    line = []
+                    for (q, c), column, inside in zip(places, columns, stored, strict=True):
+                        bias, scale = (self._lines(lines, column, width, inside) for lines in (self.bias, self.scale))
+                        line.append(self._outputs(i, q, c, width, column, inside, bias, scale))
+                    tile.append(line)
+                rows = self.rows[i0 : i0 + frags]
+                # Magnitudes; what is outside of out counts as zero.
+                bits = [
+                    [
+                        [select(inside & (row < self.used_rows), magnitude(value), 0) for value in values]
+                        for values, inside in zip(line, stored, strict=True)
+                    ]
+                    for line, row in zip(tile, rows, strict=True)
+                ]
+                for line, each, row in zip(tile, bits, rows, strict=True) if rowwise else ():
+                    amax = lane_max(_largest([b for place in each for b in place]), row_mask, epi.arch)
+                    scale = BlockScale.of(amax, epi.code_format, epi.out_scale_rule)
+                    for values, column, inside in zip(line, columns, stored, strict=True):
+                        words = [value * scale.inv for value in values]
+                        offset = out.offset(row, column, inside)
+                        _store_codes(
+                            out.buffer, codes, words, offset, saturate=saturate, nan=False, finite=scale.finite
+                        )
+                    # The lane that holds the block's first columns has them in its first place.
+                    first = (lane // MMA_M) % (4 if self.group <= 2 else 2) == 0
+                    offset = scales.offset(row, columns[0] >> 5, first & stored[0])
+                    scales.buffer.store(_bytes([scale.byte]), offset)
+                if columnwise:
+                    for p, (column, inside) in enumerate(zip(columns, stored, strict=True)):
+                        maxima = [
+                            lane_max(_largest([each[p][e] for each in bits]), column_mask, epi.arch)
+                            for e in range(width)
+                        ]
+                        made = [BlockScale.of(amax, epi.code_format, epi.out_scale_rule) for amax in maxima]
+                        for line, row in zip(tile, rows, strict=True):
+                            values = [value * scale.inv for value, scale in zip(line[p], made, strict=True)]
+                            finite = [scale.finite for scale in made]
+                            offset = turned.offset(row, column, inside)
+                            _store_codes(
+                                turned.buffer, codes, values, offset, saturate=saturate, nan=False, finite=finite
+                            )
+                        # rows[0] is the first of its block in the lanes that hold the first row.
+                        first = (lane % MMA_M) % (column_mask + 1) == 0
+                        block = rows[0] >> 5
+                        wanted = first & inside & (rows[0] < self.used_rows)
+                        offset = turned_scales.offset(block, column, wanted)
+                        turned_scales.buffer.store(_bytes([scale.byte for scale in made]), offset)
+                keep_order()
+
+
+def _largest(values):
+    """Of Int32."""
+    result = values[0]
+    for value in values[1:]:
+        result = larger(result, value)
+    return result
+
+
+def _bytes(values):
+    """1 or a multiple of 4 Int32 below 256 as a Vector to store: bytes, or words of four."""
+    if len(values) == 1:
+        return fx.Vector.filled(1, values[0].to(fx.Uint8), fx.Uint8)
+    words = [
+        values[i] | (values[i + 1] << 8) | (values[i + 2] << 16) | (values[i + 3] << 24)
+        for i in range(0, len(values), 4)
+    ]
+    return fx.Vector.from_elements(words, fx.Int32)
+
+
+def _store_codes(buffer, codes, values, offset, saturate=True, nan=True, finite=None):
+    """1, 4 or 8 Float32, already divided by the scale. finite: of all, or a list with one each (Codes.pack)."""
+    words = []
+    for i in range(0, len(values), 4):
+        four = values[i : i + 4]
+        each = finite
+        if isinstance(finite, list):
+            each = finite[i : i + 4]
+            each = codes.masks(each + each[-1:] * (4 - len(each)))
+        words.append(codes.pack(four + [fx.Float32(0.0)] * (4 - len(four)), saturate=saturate, nan=nan, finite=each))
+    if len(values) == 1:
+        buffer.store(_bytes([words[0] & 255]), offset)
+        return
+    buffer.store(fx.Vector.from_elements(words, fx.Int32), offset)
 
 
 def _row_factors(epi, arguments, m0, used_rows, rows):

@@ -99,6 +99,11 @@ class Buffer:
         _rocdl.raw_ptr_buffer_store(raw, self.rsrc, _i32(offset), _i32(0))
 
     @dsl_loc_tracing
+    def atomic_max(self, value, offset):
+        """max(memory, value) of signed 32-bit integers, per lane, at any lane that is in range."""
+        _rocdl.raw_ptr_buffer_atomic_smax(fx.Int32.ir_type, as_ir_value(value), self.rsrc, _i32(offset), _i32(0))
+
+    @dsl_loc_tracing
     def load_to_lds(self, lds, lds_offset, offset):
         """16 bytes per lane straight into LDS: lane l's land at lds_offset + 16 * l.
 

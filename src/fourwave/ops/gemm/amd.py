@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fourwave import formats
 from fourwave.backends import guard
 from fourwave.ops.gemm.config import (
     MAX_TILE_BYTES,
@@ -20,6 +21,7 @@ from fourwave.ops.gemm.config import (
 )
 from fourwave.ops.gemm.problem import FLOAT8, GemmProblem, GemmTensors
 
+_CODE_FORMATS = {fmt.torch_dtype: fmt for fmt in (formats.E4M3FN, formats.E5M2, formats.E4M3FNUZ, formats.E5M2FNUZ)}
 ALIGN_BYTES = 16  # of bases and rows: global memory is read in chunks of 16 bytes
 
 
@@ -59,6 +61,7 @@ def build_launcher(spec: Specialisation):
     types |= dict.fromkeys(FLOAT8, fx.Uint8)
     a, b = (str(dtype).removeprefix("torch.") for dtype in (problem.a_dtype, problem.b_dtype))
     epilogue = Epilogue(
+        spec.arch,
         types[problem.out_dtype],
         types[problem.bias_dtype],
         problem.activation,
@@ -70,6 +73,7 @@ def build_launcher(spec: Specialisation):
         problem.out_scaling,
         problem.out_direction,
         problem.out_scale_rule,
+        None if problem.out_scaling is None else _CODE_FORMATS[problem.out_dtype],
         spec.vectorised,
     )
     return build(spec, FORMATS[a, b], epilogue)
@@ -82,12 +86,11 @@ def placeholder_arguments(spec: Specialisation):
     def zeros(shape, dtype):
         return None if shape is None or dtype is None else torch.zeros(shape, dtype=dtype)
 
-    scale_dtype = {None: None, "1x32": torch.float8_e8m0fnu}
-    quantized = None if problem.out_scaling is None else problem.out_dtype
+    scale_dtype = {None: None, "1x32": torch.uint8}
     tensors = GemmTensors(
         torch.zeros(problem.a_shape).to(problem.a_dtype),
         torch.zeros(problem.b_shape).to(problem.b_dtype),
-        zeros((8, 8), problem.out_dtype),
+        torch.zeros(8, 8).to(problem.out_dtype),
         zeros(8, problem.bias_dtype),
         1.0,
         zeros(problem.a_scale_shape, scale_dtype.get(problem.a_scaling, torch.float32)),
@@ -96,15 +99,15 @@ def placeholder_arguments(spec: Specialisation):
         zeros(8, problem.bias_grad_dtype),
         zeros(() if problem.out_scaling == "tensor" else (8, 1), scale_dtype.get(problem.out_scaling, torch.float32)),
         zeros((), torch.float32 if problem.out_scaling == "tensor" else None),
-        zeros((8, 8), quantized if problem.out_scaling == "1x32" else None),
-        zeros((1, 8), torch.float8_e8m0fnu if problem.out_scaling == "1x32" else None),
+        zeros((8, 8), torch.uint8 if problem.out_scaling == "1x32" else None),
+        zeros((1, 8), torch.uint8 if problem.out_scaling == "1x32" else None),
     )
     return _jit_arguments(*_arguments(problem, tensors, None), None)
 
 
 def _arguments(problem: GemmProblem, tensors: GemmTensors, workspace: torch.Tensor | None) -> tuple[Any, ...]:
-    """Arguments of cdna.launcher but for the stream. What is None becomes a placeholder: the first row of out."""
-    unused = _bytes(tensors.out)[0]
+    """Arguments of cdna.launcher but for the stream. What is None becomes a placeholder: a row of what is written."""
+    unused = _bytes(tensors.out if tensors.out is not None else tensors.out_columnwise)[0]
     given = [tensors.a, tensors.b, tensors.out, tensors.bias, *tensors[5:], workspace]
     kernel_tensors = [unused if tensor is None else _bytes(tensor) for tensor in given]
     return (*kernel_tensors, problem.M, problem.N, problem.K, float(tensors.alpha))
@@ -146,7 +149,7 @@ def run(
         raise NotImplementedError(reason)
     if problem.M == 0 or problem.N == 0:
         return []
-    assert tensors.out is not None
+    assert tensors.out is not None or tensors.out_columnwise is not None
     if config is None:
         config, _ = default_config(problem, arch)
     notes: list[str] = []
@@ -167,6 +170,8 @@ def run(
         if bias.data_ptr() % ALIGN_BYTES and vectorised:
             bias = bias.clone()
             notes.append(_BIAS_COPIED)
+    if tensors.out_amax is not None:
+        tensors.out_amax.zero_()  # the kernel's workgroups take the maximum with what is there
     if tensors.bias_grad is not None:
         targets["bias_grad"] = tensors.bias_grad.contiguous()
     prepared = tensors._replace(**operands, bias=bias, **targets)
@@ -270,7 +275,9 @@ def _rows_aligned(tensor):
 
 
 def _aligned(tensor):
-    return tensor.data_ptr() % ALIGN_BYTES == 0 and _rows_aligned(tensor)
+    """Whether rows start where whole chunks can be stored; codes are stored by eight."""
+    align = ALIGN_BYTES if tensor.element_size() > 1 else 8
+    return tensor.data_ptr() % align == 0 and tensor.stride(0) * tensor.element_size() % align == 0
 
 
 def _plain_strides(tensor):

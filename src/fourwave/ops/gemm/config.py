@@ -39,6 +39,8 @@ FEATURES = frozenset(f"scaling:{a}x{b}" for a in (None, "tensor", "row") for b i
     "scaling:1x32x1x32",
     "preactivation",
     "bias_grad",
+    "out:tensor",
+    "out:1x32",
 }
 ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu")
 
@@ -256,7 +258,11 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
     if (reason := _why_operands_unsupported(problem, arch) or problem.why_refused(FEATURES)) is not None:
         return reason
     outputs = (torch.float32, torch.bfloat16, torch.float16)
-    if problem.out_dtype not in outputs:
+    if problem.out_scaling is not None:
+        codes = FLOAT8["gfx950"] + (FLOAT8["gfx942"] if arch == "gfx942" else ())
+        if problem.out_dtype not in codes:
+            return f"quantized out is {problem.out_dtype}: the kernels for {arch} write {', '.join(map(str, codes))}"
+    elif problem.out_dtype not in outputs:
         return f"out is {problem.out_dtype}: the kernels write float32, bfloat16 and float16"
     if problem.bias_dtype is not None and problem.bias_dtype not in outputs:
         return f"bias is {problem.bias_dtype}: the kernels read float32, bfloat16 and float16"
@@ -344,6 +350,12 @@ def _why_config_unsupported(problem, config, arch):
         # 4 KiB of LDS for each load in flight: what fits in LDS is less than s_waitcnt can count.
     elif config.num_stages != 2:
         return f"num_stages={config.num_stages}: the gfx942 kernel has 2 LDS buffers and one more tile in registers"
+    if problem.out_scaling == "1x32":
+        columns = config.tile_n // config.waves_n // (problem.N // problem.out_columns)
+        if problem.out_direction != "columnwise" and columns % 32:
+            return f"tile {config.tile_m}x{config.tile_n}: a wave has {columns} columns of out, no whole blocks of 32"
+        if problem.out_direction != "rowwise" and config.tile_m // config.waves_m % 32:
+            return f"tile {config.tile_m}x{config.tile_n}: a wave has {config.tile_m // config.waves_m} rows, no whole blocks of 32"
     registers = min_registers(config, elem_bytes, arch)
     if problem.bias_grad_dtype is not None:
         if arch == "gfx950" and config.tile_m * config.tile_n == 256 * 256:
