@@ -285,3 +285,31 @@ def test_the_simulation_is_reported() -> None:
     before = sim.current_report().workgroups
     fw.quantize(matrix(256, 128, BF16), "fp8_e4m3", backend="sim")
     assert sim.current_report().workgroups == before + 4  # two launches of two tiles
+
+
+def test_the_backend_in_force_is_asked(caplog: pytest.LogCaptureFixture) -> None:
+    x = matrix(16, 64, BF16)
+    with fw.use_backend("mxfp8=sim:gfx942,fp8=native"), caplog.at_level("DEBUG", "fourwave.dispatch"):
+        before = sim.current_report().workgroups
+        fw.quantize(x, "fp8_e4m3")
+        assert sim.current_report().workgroups == before
+        fw.quantize(x.mT, "mxfp8_e4m3", "both", columnwise_transposed=True)
+        assert sim.current_report().workgroups == before + 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "quantize 16x64 bf16 to fp8_e4m3, rowwise, scale rule fp32: native",
+        "quantize 64x16 bf16 to mxfp8_e4m3, rowwise and columnwise, transposed, scale rule floor: sim:gfx942; "
+        "x copied: inner stride is not 1",
+    ]
+
+
+def test_a_finding_raises() -> None:
+    """Codes into memory that no tensor owns: the checks of the simulator are on."""
+    x = matrix(64, 64, BF16)
+    problem = QuantizeProblem(64, 64, BF16, "mxfp8_e4m3", scale_rule="floor")
+    out = problem.allocate(x)
+    short = torch.empty(32 * 64, dtype=torch.uint8).view(torch.float8_e4m3fn).view(32, 64)
+    with (
+        pytest.raises(sim.SimulationError, match="writes global memory outside every allocation"),
+        sim.session(on_finding="raise"),
+    ):
+        amd.run(problem, "gfx950", x, None, out._replace(data=short))
