@@ -21,8 +21,8 @@ needs_sim = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simula
 LAYOUTS = ("TN", "NN", "NT")
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 FP32 = torch.float32
-SCALED_ARCHS = ("gfx950",)
-CONFIGS = range(5)
+CONFIGS = {"gfx950": 5, "gfx942": 4}  # gfx942 makes bfloat16 of the codes
+EACH = [(arch, index) for arch, count in CONFIGS.items() for index in range(count)]
 
 
 def problem_of(M, N, K, layout, dtypes=(E4M3, E5M2)):
@@ -31,7 +31,7 @@ def problem_of(M, N, K, layout, dtypes=(E4M3, E5M2)):
 
 def config_of(arch, layout, index):
     configs = candidates_for(problem_of(64, 64, 64, layout), arch)
-    assert len(configs) == len(CONFIGS)
+    assert len(configs) == CONFIGS[arch]
     return configs[index]
 
 
@@ -94,8 +94,7 @@ def check(arch, problem, config, seed=0, **options):
 
 @needs_sim
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("index", CONFIGS)
-@pytest.mark.parametrize("arch", SCALED_ARCHS)
+@pytest.mark.parametrize(("arch", "index"), EACH)
 def test_tails_and_banks(arch, index, layout):
     config = config_of(arch, layout, index)
     report = check(
@@ -108,7 +107,7 @@ def test_tails_and_banks(arch, index, layout):
 
 @needs_sim
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("arch", SCALED_ARCHS)
+@pytest.mark.parametrize("arch", CONFIGS)
 def test_sizes(arch, layout):
     """K below a block, at whole chunks of scales, past them; operands that are read in place and such that are copied."""
     for M, N, K in ((16, 48, 7), (48, 80, 512), (33, 31, 513), (64, 64, 2080), (80, 16, 96)):
@@ -118,17 +117,16 @@ def test_sizes(arch, layout):
 @needs_sim
 @pytest.mark.parametrize("options", [{"completion": "early"}, {"schedule": "reverse"}], ids=["early", "reverse"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("arch", SCALED_ARCHS)
+@pytest.mark.parametrize("arch", CONFIGS)
 def test_order_does_not_matter(arch, layout, options):
-    for index in (0, 4):
+    for index in (0, CONFIGS[arch] - 1):
         config = config_of(arch, layout, index)
         check(arch, problem_of(config.tile_m, config.tile_n + 16, 1056, layout), config, **options)
 
 
 @needs_sim
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("index", CONFIGS)
-@pytest.mark.parametrize("arch", SCALED_ARCHS)
+@pytest.mark.parametrize(("arch", "index"), EACH)
 def test_sums_of_scales_are_exact(arch, index, layout):
     """Ones, with a power of two of its own for each row and block of K: every sum is exact, and a scale taken from
     another row or block changes it (but for blocks that a and b confuse alike: test_sizes)."""
@@ -151,7 +149,7 @@ def test_sums_of_scales_are_exact(arch, index, layout):
 
 @needs_sim
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("arch", SCALED_ARCHS)
+@pytest.mark.parametrize("arch", CONFIGS)
 def test_extreme_scales_and_nan(arch, layout):
     """2**-127 times 2**127; a NaN scale makes its row NaN, and no other."""
     problem = problem_of(32, 48, 96, layout, (E4M3, E4M3))
@@ -167,20 +165,72 @@ def test_extreme_scales_and_nan(arch, layout):
 
 
 @needs_sim
-@pytest.mark.parametrize("arch", SCALED_ARCHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("arch", CONFIGS)
+def test_every_code(arch, dtype, layout):
+    """Each code in a row of its own, each with a scale of its own, times one: bit for bit, on either side."""
+    row = torch.arange(256)
+    codes_ = torch.zeros(256, 96, dtype=torch.uint8)
+    codes_[row, row * 37 % 96] = row.to(torch.uint8)
+    ones, scales = torch.ones(16, 96).to(dtype), exponents((256, 3), -100, 101, 5).to(torch.uint8)
+    expected = dequantized(codes_.view(dtype), scales.view(E8M0), True).nansum(1)
+    expected[torch.isnan(codes_.view(dtype).float()).any(1)] = float("nan")
+    unit = torch.full((16, 3), 127, dtype=torch.uint8)
+    for code_side in (0, 1):
+        sides = [(codes_.view(dtype), scales), (ones, unit)]
+        (a, a_scale), (b, b_scale) = sides if code_side == 0 else sides[::-1]
+        problem = problem_of(len(a), len(b), 96, layout, (dtype, dtype))
+        a, a_scale = (by_row(each, layout != "NT").contiguous() for each in (a, a_scale))
+        b, b_scale = (by_row(each, layout == "TN").contiguous() for each in (b, b_scale))
+        out, _, _ = run(arch, problem, config_of(arch, layout, 2), a, b, a_scale.view(E8M0), b_scale.view(E8M0))
+        out = (out if code_side == 0 else out.T).double()
+        assert expected.isnan().any()
+        for column in out.unbind(1):
+            assert torch.equal(column.nan_to_num(0.5, 1e300, -1e300), expected.nan_to_num(0.5, 1e300, -1e300))
+
+
+@needs_sim
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_bfloat16_ends(layout):
+    """gfx942: what a code times its scale becomes at the ends of bfloat16's exponents, as dequantize.py says."""
+    values = torch.tensor([2.0**-9, -(2.0**-6), 1.75 * 2.0**-2, 448.0, -1.0, 0.0])
+    bytes_ = torch.tensor([0, 0, 0, 254, 254, 254])
+    back = torch.tensor([254, 254, 254, 0, 0, 0])  # the other operand's scale
+    a = torch.zeros(6, 192).to(E4M3)
+    a_scale, b_scale = torch.full((6, 6), 127), torch.full((16, 6), 127)
+    for i in range(6):
+        a[i, 32 * i] = values[i]
+        a_scale[i, i] = bytes_[i]
+        b_scale[:, i] = back[i]
+    problem = problem_of(6, 16, 192, layout, (E4M3, E4M3))
+    a, a_scale = (by_row(each, layout != "NT").contiguous() for each in (a, a_scale.to(torch.uint8)))
+    b, b_scale = (
+        by_row(each, layout == "TN").contiguous() for each in (torch.ones(16, 192).to(E4M3), b_scale.to(torch.uint8))
+    )
+    out, _, _ = run("gfx942", problem, config_of("gfx942", layout, 2), a, b, a_scale.view(E8M0), b_scale.view(E8M0))
+    expected = torch.tensor([0.0, -(2.0**-6), 1.75 * 2.0**-2, float("inf"), -1.0, 0.0])
+    for column in out.unbind(1):
+        assert torch.equal(column, expected)
+
+
+@needs_sim
+@pytest.mark.parametrize("arch", CONFIGS)
 def test_scales_that_are_copied_are_named(arch):
+    """gfx942 reads single bytes where K is contiguous: nothing to copy."""
     problem = problem_of(32, 48, 64, "TN")
     a, b = codes(problem.a_shape, E4M3, 0), codes(problem.b_shape, E5M2, 1)
     scales = [torch.full(shape, 127, dtype=torch.uint8).view(E8M0) for shape in ((32, 2), (48, 2))]
     _, notes, _ = run(arch, problem, config_of(arch, "TN", 2), a, b, *scales)
-    assert notes == [f"{name}_scale copied: row stride not 16-byte aligned" for name in "ab"]
+    copied = [f"{name}_scale copied: row stride not 16-byte aligned" for name in "ab"]
+    assert notes == (copied if arch == "gfx950" else [])
     assert notes == amd.copies(
         problem, config_of(arch, "TN", 2), arch, GemmTensors(a, b, torch.empty(32, 48), None, 1.0, *scales)
     )
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("index", CONFIGS)
+@pytest.mark.parametrize("index", range(CONFIGS["gfx950"]))
 def test_single_byte_reads_without_bank_conflicts(index, layout):
     """gfx950: 64 lanes, 64 banks. Row lane % 16 of a fragment, block lane // 16 of a slice."""
     config = config_of("gfx950", layout, index)
@@ -214,6 +264,14 @@ def test_single_byte_reads_without_bank_conflicts(index, layout):
 def test_what_is_supported(layout):
     good = problem_of(64, 64, 64, layout)
     assert block_scaled(good)
+    for config in (None, *candidates_for(good, "gfx942")):
+        assert why_unsupported(good, config, "gfx942") is None
+        if config is not None:
+            least = dataclasses.replace(config, tile_m=config.tile_m // 2, tile_k=config.tile_k)
+            assert config.tile_m * config.tile_k > 4096 or why_unsupported(good, least, "gfx942") is not None
+    fnuz = dataclasses.replace(good, a_dtype=torch.float8_e4m3fnuz)
+    for arch in CONFIGS:
+        assert "MX formats" in (why_unsupported(fnuz, None, arch) or "")
     for config in (None, *candidates_for(good, "gfx950")):
         assert why_unsupported(good, config, "gfx950") is None
     for config in candidates_for(good, "gfx950"):

@@ -157,6 +157,26 @@ def test_block_scales(layout, index):
     assert len(counted) == loop.barriers
 
 
+@pytest.mark.parametrize(("layout", "index"), [(layout, 0) for layout in LAYOUTS] + [pytest.param(layout, i, marks=pytest.mark.slow) for layout in LAYOUTS for i in range(1, 4)])  # fmt: skip
+def test_dequantized(layout, index):
+    """gfx942: codes and scales to registers, bfloat16 to LDS, no conditions in scalar registers that would spill."""
+    dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
+    problem = GemmProblem(64, 64, 64, layout, *dtypes, BF16, a_scaling="1x32", b_scaling="1x32")
+    config = candidates_for(problem, "gfx942")[index]
+    geo = geometry(config, layout, 2, "gfx942")
+    kernel = compiled("gfx942", layout, index, dtypes, scaling="1x32")
+    print(kernel)
+    loop, tiles = kernel.main_loop, geo.tiles_per_step
+    _check_spills(kernel)
+    assert kernel.lds_bytes == lds_bytes(config, layout, 2, "gfx942") <= LDS_BYTES["gfx942"]
+    assert loop.k == tiles * config.tile_k
+    assert loop.mfma == geo.frags_m * geo.frags_n * loop.k // 16
+    assert loop.lds_writes == {"ds_write_b128": tiles * (geo.a.loads + geo.b.loads)}
+    assert (loop.loads_to_lds, loop.stores, loop.barriers) == (0, 0, tiles)
+    codes = tiles * (geo.a.loads + geo.b.loads) // 2
+    assert codes < loop.loads <= 2 * codes  # and their scales
+
+
 def _read_bytes(op):
     """Bytes per lane of an LDS read; two-address forms read twice."""
     bits = {"b128": 128, "b64": 64, "b32": 32, "u16": 16, "u8": 8}

@@ -7,6 +7,7 @@ offsets inside one step are fixed per lane. Rows past the operand and k past K r
 
 from flydsl import expr as fx
 
+from fourwave.blocks.flydsl.dequantize import bfloat16_pairs, scale_factor
 from fourwave.blocks.flydsl.memory import (
     OUT_OF_RANGE,
     Buffer,
@@ -26,6 +27,7 @@ from fourwave.blocks.flydsl.tiles import (
     SCALE_K,
     WAVE,
     WORKGROUP,
+    CodeTile,
 )
 
 
@@ -109,16 +111,101 @@ def load_direct(source, lds, stage_offset, k0, wave):
         buffer.load_to_lds(lds, wave_offset, offset)
 
 
-def load_registers(source, k0, dtype):
-    """gfx942: this lane's chunks of one stage, in registers (the compiler waits for them where they are used)."""
-    buffer, offsets = source.step(k0)
-    return [buffer.load(offset, CHUNK_BYTES * 8 // dtype.width, dtype) for offset in offsets]
+class StagedTile:
+    """gfx942: an operand tile on its way from global memory to LDS through registers."""
+
+    def __init__(self, source, dtype, thread):
+        self.source, self.dtype, self.thread = source, dtype, thread
+        self.loads = self.values = self.writes = source.tile.loads
+
+    def load(self, k0):
+        """This lane's chunks of one stage, `values` Vectors (the compiler waits for them where they are used)."""
+        buffer, offsets = self.source.step(k0)
+        return [buffer.load(offset, CHUNK_BYTES * 8 // self.dtype.width, self.dtype) for offset in offsets]
+
+    def store(self, values, lds, stage_offset):
+        """What load() brought, to LDS. Lanes write 16 contiguous bytes each: no bank conflicts."""
+        for i, chunk in enumerate(values):
+            lds_write(lds, stage_offset + self.thread * CHUNK_BYTES + i * (WORKGROUP * CHUNK_BYTES), chunk)
 
 
-def store_registers(chunks, lds, stage_offset, thread):
-    """gfx942: what load_registers brought, to LDS. Lanes write 16 contiguous bytes each: no bank conflicts."""
-    for i, chunk in enumerate(chunks):
-        lds_write(lds, stage_offset + thread * CHUNK_BYTES + i * (WORKGROUP * CHUNK_BYTES), chunk)
+class StagedCodes:
+    """gfx942: 8-bit codes with scales of blocks of 32 k, which become bfloat16 on their way to LDS.
+
+    The tile's chunks of 16 codes travel with their scales: one byte where K is contiguous, else those of 16 columns, once
+    for all loads of the same 32 k. Numbers: dequantize.bfloat16_pairs.
+    """
+
+    def __init__(self, tensor, scale, image, code_format, row0, K, thread):
+        self.image, self.format, self.K = image, code_format, K
+        self.tile = CodeTile.of(image)
+        self.source = GlobalTile(tensor, self.tile, row0, K, thread)
+        self.row0 = row0
+        self.scale = scale
+        self.scale_rows = fx.Int32(fx.get_scalar(scale.shape[0]))
+        self.scale_columns = fx.Int32(fx.get_scalar(scale.shape[1]))
+        self.scale_row_bytes = fx.Int64(fx.get_scalar(scale.stride[0]))
+        per_line = self.tile.chunks_per_line
+        line, self.chunk = thread // per_line, thread % per_line
+        self.line = line
+        at = [i * self.tile.lines_per_load for i in range(self.tile.loads)]
+        # Load -> which scales it needs: loads of the same 32 k share those of columns.
+        blocks = at if image.k_contiguous else [lines // 32 for lines in at]
+        self.scale_of = [sorted(set(blocks)).index(block) for block in blocks]
+        pitch = fx.Int32(self.scale_row_bytes)
+        self.scale_offsets = []
+        for index in range(max(self.scale_of) + 1):
+            row = image.source_row(line + at[self.scale_of.index(index)])
+            if image.k_contiguous:
+                offset = row * pitch + (self.chunk >> 1)
+            else:
+                offset = select(
+                    self.chunk * CHUNK_BYTES < self.scale_columns - row0,
+                    (row >> 5) * pitch + self.chunk * CHUNK_BYTES,
+                    OUT_OF_RANGE,
+                )
+            self.scale_offsets.append(offset)
+        self.loads = self.tile.loads + len(self.scale_offsets)
+        self.values = self.loads
+        self.writes = 2 * self.tile.loads
+
+    def load(self, k0):
+        """This lane's chunks of codes of one stage, then their scales: `values` Vectors."""
+        buffer, offsets = self.source.step(k0)
+        codes = [buffer.load(offset, 4, fx.Int32) for offset in offsets]
+        block = k0 >> 5
+        if self.image.k_contiguous:
+            first, start = self.row0, block
+            used_rows = minimum(self.scale_rows - self.row0, fx.Int32(self.image.extent))
+            used_columns = self.scale_columns - block
+        else:
+            first, start = block, self.row0
+            used_rows = minimum(self.scale_rows - block, fx.Int32(max(1, self.image.tile_k // 32)))
+            used_columns = self.scale_columns - self.row0
+        num_bytes = (used_rows - 1) * fx.Int32(self.scale_row_bytes) + used_columns
+        byte_offset = fx.Int64(first) * self.scale_row_bytes + fx.Int64(start)
+        scales = Buffer(self.scale, byte_offset, select(k0 < self.K, num_bytes, 0))
+        if not self.image.k_contiguous:
+            return codes + [scales.load(offset, 4, fx.Int32) for offset in self.scale_offsets]
+        # Behind the last block is the next row's first, whose NaN would meet zeros.
+        inside = self.chunk * CHUNK_BYTES < self.K - k0
+        bytes_ = [scales.load(select(inside, offset, OUT_OF_RANGE), 1, fx.Uint8)[0] for offset in self.scale_offsets]
+        return codes + [fx.Vector.filled(1, byte.to(fx.Int32), fx.Int32) for byte in bytes_]
+
+    def store(self, values, lds, stage_offset):
+        """What load() brought, dequantized, to LDS: two chunks for each of codes."""
+        codes, scales = values[: self.tile.loads], values[self.tile.loads :]
+        if self.image.k_contiguous:
+            factors = [[scale_factor(scale[0], 0)] * 16 for scale in scales]
+        else:
+            factors = [[scale_factor(scale[c // 4], c % 4) for c in range(16)] for scale in scales]
+        for i, chunk in enumerate(codes):
+            words = bfloat16_pairs([chunk[w] for w in range(4)], factors[self.scale_of[i]], self.format)
+            for half in (0, 1):
+                # Lines of successive loads are a whole number of the swizzle's periods apart.
+                at = self.image.address(self.line, 2 * self.chunk + half)
+                at = at + i * self.tile.lines_per_load * self.image.line_bytes
+                lds_write(lds, stage_offset + at, fx.Vector.from_elements(words[4 * half : 4 * half + 4], fx.Int32))
 
 
 class Fragments:

@@ -229,6 +229,27 @@ class OperandTile:
 
 
 @dataclass(frozen=True)
+class CodeTile(OperandTile):
+    """8-bit codes in global memory of a tile whose LDS image holds them as 16-bit numbers: the lines are the image's."""
+
+    image: OperandTile | None = None
+
+    @classmethod
+    def of(cls, image):
+        return cls(image.extent, image.tile_k, image.k_contiguous, 1, image.banks, image.group, CHUNK_BYTES, 0, image)
+
+    def source_row(self, line):
+        return self.image.source_row(line)
+
+    @property
+    def source_period(self):
+        return self.image.source_period
+
+    def key(self, line):
+        return line & 0
+
+
+@dataclass(frozen=True)
 class ScaleTile:
     """Scales of one operand tile in LDS: one byte per row (of M or N) and block of 32 k, SCALE_BLOCKS blocks at a time.
 

@@ -16,6 +16,7 @@ from fourwave.ops.gemm.config import (
     GemmConfig,
     block_scaled,
     default_config,
+    dequantizes,
     in_halves,
     why_unsupported,
 )
@@ -76,6 +77,8 @@ def build_launcher(spec: Specialisation):
         None if problem.out_scaling is None else _CODE_FORMATS[problem.out_dtype],
         spec.vectorised,
     )
+    if dequantizes(problem, spec.arch):
+        a = b = "bfloat16"
     return build(spec, FORMATS[a, b], epilogue)
 
 
@@ -227,7 +230,13 @@ def _read_in_chunks(problem, config, arch, tensors):
     read = [("a", tensors.a, rows_a), ("b", tensors.b, rows_b)]
     if block_scaled(problem):
         scales = ((name, getattr(tensors, name).view(torch.uint8)) for name in ("a_scale", "b_scale"))
-        read += [(name, scale, rows) for (name, scale), rows in zip(scales, (rows_a, rows_b), strict=True)]
+        # gfx942 reads single bytes where K is contiguous.
+        contiguous = (problem.layout != "NT", problem.layout == "TN")
+        read += [
+            (name, scale, rows)
+            for (name, scale), rows, bytewise in zip(scales, (rows_a, rows_b), contiguous, strict=True)
+            if not (bytewise and dequantizes(problem, arch))
+        ]
     if problem.K > 0:
         return read
     # No element is read; they only need an address.

@@ -2,7 +2,9 @@
 
 a        TN, NN: [M, K]; NT: [K, M]          bfloat16 or float16, inner stride 1, rows 16-byte aligned
          or float8_e4m3fnuz and float8_e5m2fnuz, in any mix of a and b
+         or float8_e4m3fn and float8_e5m2 with scales of blocks, see below
 b        TN: [N, K]; NN, NT: [K, N]          as a
+a_scale, b_scale   "1x32": float8_e8m0fnu in the operand's memory order ("tensor" and "row": epilogue.py)
 out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
 bias     [N], optional
 
@@ -21,6 +23,10 @@ The compiler counts the waits for the loads, since their results are ordinary re
 for LDS writes, so wait_lds comes before it. Tiles past K fetch nothing and are zeros.
 Every wave passes every barrier equally often, tails included.
 
+Block scales: this machine's matrix unit takes none, so codes become bfloat16 between registers and LDS, exactly
+(blocks/flydsl/dequantize.py), and are multiplied as such. Where K is not contiguous, a lane writes every second chunk of a
+line: two lanes meet in a bank.
+
 Limits  tails in M, N and K are handled; 16-byte alignment and the row stride limit are checked in config.py and amd.py.
 Source  operand layout of V_MFMA_F32_16X16X16_BF16, V_MFMA_F32_16X16X32_FP8_FP8: AMD CDNA3 ISA guide, AMD matrix instruction calculator.
 """
@@ -29,13 +35,13 @@ import flydsl.compiler as flyc
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.epilogue import row_sums, store_tile
-from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, load_registers, store_registers
+from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, StagedCodes, StagedTile
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, uniform, wait_lds
 from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
 from fourwave.ops.gemm.cdna import launcher
-from fourwave.ops.gemm.config import geometry
+from fourwave.ops.gemm.config import block_scaled, code_format, geometry
 
 ARCH = "gfx942"
 NUM_STAGES = 2  # LDS buffers per operand
@@ -44,6 +50,7 @@ NUM_STAGES = 2  # LDS buffers per operand
 def build(spec, fmt, epi):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
     geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH)
+    codes = block_scaled(spec.problem)
     assert geo.num_stages == NUM_STAGES, "why_unsupported lets nothing else through"
 
     @fx.struct
@@ -65,8 +72,16 @@ def build(spec, fmt, epi):
 
         lds = fx.SharedAllocator().allocate(Storage).peek()
         lds_a, lds_b = lds.a.ptr, lds.b.ptr
-        global_a = GlobalTile(arguments.a, geo.a, m0, K, thread)
-        global_b = GlobalTile(arguments.b, geo.b, n0, K, thread)
+        if fx.const_expr(codes):
+            staged_a = StagedCodes(
+                arguments.a, arguments.a_scale, geo.a, code_format(spec.problem.a_dtype), m0, K, thread
+            )
+            staged_b = StagedCodes(
+                arguments.b, arguments.b_scale, geo.b, code_format(spec.problem.b_dtype), n0, K, thread
+            )
+        else:
+            staged_a = StagedTile(GlobalTile(arguments.a, geo.a, m0, K, thread), fmt.dtype, thread)
+            staged_b = StagedTile(GlobalTile(arguments.b, geo.b, n0, K, thread), fmt.dtype, thread)
         fragments_a = Fragments(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
         fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
         # Where both operands are sorted in registers, spread reads cost registers that a 256 x 256 tile does not have.
@@ -75,11 +90,11 @@ def build(spec, fmt, epi):
 
         def load_tile(tile_index):
             k0 = tile_index * geo.tile_k
-            return load_registers(global_a, k0, fmt.dtype) + load_registers(global_b, k0, fmt.dtype)
+            return staged_a.load(k0) + staged_b.load(k0)
 
-        def write_tile(chunks, stage):
-            store_registers(chunks[: geo.a.loads], lds_a, stage * geo.a.stage_bytes, thread)
-            store_registers(chunks[geo.a.loads :], lds_b, stage * geo.b.stage_bytes, thread)
+        def write_tile(values, stage):
+            staged_a.store(values[: staged_a.values], lds_a, stage * geo.a.stage_bytes)
+            staged_b.store(values[staged_a.values :], lds_b, stage * geo.b.stage_bytes)
 
         def read_fragments(stage, k_slice):
             return (
@@ -99,7 +114,7 @@ def build(spec, fmt, epi):
         # Main loop, tiles_per_step K tiles a step. State: stage of tile k, tile k + 2 in registers, the first fragments
         # of tile k, the accumulators.
         num_steps = num_tiles(K, geo.tile_k * geo.tiles_per_step)
-        counts = [geo.loads_per_tile, fragments_a.values, fragments_b.values]
+        counts = [staged_a.values + staged_b.values, fragments_a.values, fragments_b.values]
         state = [fx.Int32(0)] + staged + frag_a + frag_b + mma.zero()
         for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
             stage = fx.Int32(state[0])
@@ -121,8 +136,10 @@ def build(spec, fmt, epi):
                         staged = load_tile(k_tile + (NUM_STAGES + 1))
                         next_a, next_b = read_fragments(1 - stage, 0)
                     acc = mma.step(fragments_a.sort(frag_a), fragments_b.sort(frag_b), acc)
-                    moved = geo.loads_per_tile if k_slice == geo.num_slices - 1 else 0
-                    interleave(mma.instructions, writes=moved, loads=moved, reads=hinted_reads)
+                    moves = k_slice == geo.num_slices - 1
+                    writes = staged_a.writes + staged_b.writes if moves else 0
+                    loads = staged_a.loads + staged_b.loads if moves else 0
+                    interleave(mma.instructions, writes=writes, loads=loads, reads=hinted_reads)
                     # Multiplications of one slice stay with its reads: behind the barrier they would hold it up.
                     keep_order()
                     frag_a, frag_b = next_a, next_b

@@ -16,6 +16,7 @@ from fourwave.blocks.flydsl.tiles import (
     REGISTERS,
     SCALE_K,
     WAVE,
+    CodeTile,
     Geometry,
     OperandTile,
 )
@@ -121,15 +122,26 @@ def fragment_bytes(elem_bytes: int, arch: str) -> int:
     return 32 if elem_bytes == 1 and arch == "gfx950" else 16
 
 
+# Each operand tile is at least one load of four waves: 4096 codes.
+_CANDIDATES_DEQUANTIZED = (
+    (256, 256, 32, 2, 2, 2),
+    (128, 128, 32, 2, 2, 2),
+    (64, 64, 64, 2, 2, 2),
+    (32, 64, 128, 2, 1, 4),
+)
+
+
 def candidates(arch: str, elem_bytes: int = 2) -> list[GemmConfig]:
-    """The configurations that are compiled and tested for arch."""
+    """The configurations that are compiled and tested for arch, for operands without scales of blocks."""
     table = _CANDIDATES_FLOAT8 if elem_bytes == 1 else _CANDIDATES
     return [GemmConfig(*sizes, mma=mma(elem_bytes, arch)) for sizes in table[arch]]
 
 
 def candidates_for(problem: GemmProblem, arch: str) -> list[GemmConfig]:
     """The configurations that are compiled and tested for a problem's operands."""
-    return candidates(arch, _elem_bytes(problem))
+    if dequantizes(problem, arch):
+        return [GemmConfig(*sizes, mma=mma(2, arch)) for sizes in _CANDIDATES_DEQUANTIZED]
+    return candidates(arch, multiplied_bytes(problem, arch))
 
 
 def modelled_clocks(config: GemmConfig, elem_bytes: int, arch: str) -> tuple[float, float]:
@@ -146,9 +158,9 @@ def default_config(problem: GemmProblem, arch: str) -> tuple[GemmConfig, list[st
     A large tile loads least per multiplication, but leaves compute units idle where the output is small.
     """
     cus = NUM_CUS[arch]
-    elem_bytes = _elem_bytes(problem)
+    elem_bytes = multiplied_bytes(problem, arch)
     best = None
-    configs = candidates(arch, elem_bytes)
+    configs = candidates_for(problem, arch)
     supported = [config for config in configs if _why_config_unsupported(problem, config, arch) is None]
     for config in supported or configs:
         tiles = -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
@@ -166,7 +178,7 @@ def default_config(problem: GemmProblem, arch: str) -> tuple[GemmConfig, list[st
     ]
     if problem.M <= config.tile_m < 64:
         reasons.append(f"M={problem.M}: taller tiles would multiply rows that do not exist")
-    lds = lds_bytes(config, problem.layout, elem_bytes, arch, block_scaled(problem))
+    lds = lds_bytes(config, problem.layout, elem_bytes, arch, brings_scales(problem, arch))
     reasons.append(f"{config.num_stages} stages of tile_k={config.tile_k}: {lds} of {LDS_BYTES[arch]} bytes of LDS")
     return config, reasons
 
@@ -181,8 +193,28 @@ def k_per_barrier(config: GemmConfig, elem_bytes: int, arch: str) -> int:
     return config.tile_k // (4 if in_halves(config, elem_bytes, arch) else 1)
 
 
-def _elem_bytes(problem):
-    return problem.a_dtype.itemsize
+def dequantizes(problem: GemmProblem, arch: str) -> bool:
+    """Whether codes become bfloat16 on their way to LDS: gfx942's matrix unit takes no scales of blocks."""
+    return block_scaled(problem) and arch == "gfx942"
+
+
+def multiplied_bytes(problem: GemmProblem, arch: str) -> int:
+    """Bytes of an operand's element in LDS, as it is multiplied."""
+    return 2 if dequantizes(problem, arch) else problem.a_dtype.itemsize
+
+
+def block_scaled(problem: GemmProblem) -> bool:
+    """Whether the operands have a scale for each block of 32 k."""
+    return problem.a_scaling == problem.b_scaling == "1x32"
+
+
+def brings_scales(problem: GemmProblem, arch: str) -> bool:
+    """Whether scales of blocks lie in LDS beside the operands (Geometry.scales)."""
+    return block_scaled(problem) and not dequantizes(problem, arch)
+
+
+def code_format(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.float8_")[:4]
 
 
 def operand_tiles(config: GemmConfig, layout: str, elem_bytes: int, arch: str) -> tuple[OperandTile, OperandTile]:
@@ -221,11 +253,6 @@ def lds_bytes(config: GemmConfig, layout: str, elem_bytes: int, arch: str, scale
     geo = geometry(config, layout, elem_bytes, arch, scales)
     idle = 0 if in_halves(config, elem_bytes, arch) else geo.idle_bytes
     return config.num_stages * (geo.a.stage_bytes + geo.b.stage_bytes) + geo.scale_bytes + idle
-
-
-def block_scaled(problem: GemmProblem) -> bool:
-    """Whether the operands have a scale for each block of 32 k."""
-    return problem.a_scaling == problem.b_scaling == "1x32"
 
 
 def min_registers(config: GemmConfig, elem_bytes: int, arch: str) -> int:
@@ -289,13 +316,13 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
 
 def _why_operands_unsupported(problem, arch):
     a, b = problem.a_dtype, problem.b_dtype
-    if block_scaled(problem) and arch != "gfx950":
-        return f"scales of blocks of 32: the matrix unit of {arch} takes none"
     if a.itemsize == b.itemsize == 1 and a.is_floating_point and b.is_floating_point:
         for name, dtype in (("a", a), ("b", b)):
-            if dtype not in FLOAT8[arch]:
-                known = " and ".join(str(each).removeprefix("torch.") for each in FLOAT8[arch])
-                return f"{name} is {dtype}: the matrix unit of {arch} reads codes as {known}"
+            formats = FLOAT8["gfx950" if block_scaled(problem) else arch]
+            if dtype not in formats:
+                known = " and ".join(str(each).removeprefix("torch.") for each in formats)
+                reader = "MX formats have" if block_scaled(problem) else f"the matrix unit of {arch} reads"
+                return f"{name} is {dtype}: {reader} codes as {known}"
         return None
     if block_scaled(problem):
         return f"scales of blocks of 32 and operands of {a} and {b}: they belong to 8-bit floats"
@@ -311,7 +338,7 @@ def _why_config_unsupported(problem, config, arch):
         value = getattr(config, name)
         if not isinstance(value, int) or value < 1:
             return f"{name}={value!r}: an int of at least 1 is needed"
-    elem_bytes = _elem_bytes(problem)
+    elem_bytes = multiplied_bytes(problem, arch)
     if config.mma != mma(elem_bytes, arch):
         return f"mma {config.mma}: the {arch} kernel multiplies with {mma(elem_bytes, arch)}"
     if config.waves_m * config.waves_n != 4:
@@ -325,10 +352,10 @@ def _why_config_unsupported(problem, config, arch):
     if config.tile_k % slice_k:
         return f"tile_k={config.tile_k}: a multiple of {slice_k} is needed"
     a, b = operand_tiles(config, problem.layout, elem_bytes, arch)
-    for tile in (a, b):
+    for tile in (a, b, *((CodeTile.of(a), CodeTile.of(b)) if dequantizes(problem, arch) else ())):
         if (reason := tile.problem()) is not None:
             return reason
-    lds = lds_bytes(config, problem.layout, elem_bytes, arch, block_scaled(problem))
+    lds = lds_bytes(config, problem.layout, elem_bytes, arch, brings_scales(problem, arch))
     if lds > LDS_BYTES[arch]:
         return f"{lds} bytes of LDS: {arch} has {LDS_BYTES[arch]} per workgroup"
     if arch == "gfx950":
@@ -371,7 +398,7 @@ def _why_config_unsupported(problem, config, arch):
         ("a", config.tile_m if problem.layout != "NT" else config.tile_k, problem.M if problem.layout == "NT" else problem.K),
         ("b", config.tile_n if problem.layout == "TN" else config.tile_k, problem.K if problem.layout == "TN" else problem.N),
     ):  # fmt: skip
-        if rows * inner * elem_bytes >= MAX_TILE_BYTES:
+        if rows * inner * problem.a_dtype.itemsize >= MAX_TILE_BYTES:
             return f"{what}: {rows} rows of {inner} elements span {MAX_TILE_BYTES} bytes or more, the limit of a tile"
     for what, columns, dtype in (
         ("out", problem.out_columns, problem.out_dtype),
