@@ -31,6 +31,7 @@ def epilogue(spec):
     problem = spec.problem
     whole = ("tensor", "row")
     return Epilogue(
+        spec.arch,
         _TYPES[name_of(problem.out_dtype)],
         accumulate=problem.accumulate,
         a_scaling=problem.a_scaling if problem.a_scaling in whole else None,

@@ -5,9 +5,9 @@ preshuffled weights go straight to registers, B_TILES_AHEAD K tiles ahead. Where
 128 of them, four v_mfma_f32_16x16x32 each, summed in registers of their own; these times the block's scales are added to
 the sums.
 
-Schedule, K tile k, with two LDS buffers and one more tile in registers; a step of the loop covers SCALE_STEPS K tiles:
+Schedule, K tile k, with two LDS buffers and AHEAD more tiles in registers; a step of the loop covers SCALE_STEPS K tiles:
   this wave's LDS reads of tile k and writes of tile k + 1 are done; barrier: so are every wave's
-  write tile k + 2, which was loaded during the last tile, to the buffer of tile k; issue the loads of tile k + 3
+  write tile k + 2, which was loaded AHEAD tiles ago, to the buffer of tile k; issue the loads of tile k + 2 + AHEAD
   in a step's first tile: issue the loads of the next step's scales; in its last but one: write them to LDS, which has room for
   them since this step's were read in the last step's last tile
   read the first fragments of tile k + 1 (in a step's last tile, the next step's scales too); multiply tile k
@@ -36,6 +36,7 @@ from fourwave.ops.grouped_gemm.config import B_TILES_AHEAD, block_scaled, geomet
 
 ARCH = "gfx942"
 NUM_STAGES = 2  # LDS buffers per operand
+AHEAD = 2  # tiles in registers, or on their way there
 PARTS = 4  # v_mfma_f32_16x16x32 of 128 k
 
 
@@ -116,20 +117,20 @@ def build(spec):
             """Of one K tile."""
             return column_scales.read(tile, step & 1) if columns else []
 
-        # Prologue: tiles 0 and 1 and the first step's scales to LDS, tile 2 in registers; the first fragments.
+        # Prologue: tiles 0 and 1 and the first step's scales to LDS, more tiles in registers; the first fragments.
         tile0, tile1 = load_tile(fx.Int32(0)), load_tile(fx.Int32(1))
         if blocks:
             write_scales(load_scales(fx.Int32(0)), fx.Int32(0))
         write_tile(tile0, 0)
         write_tile(tile1, 1)
-        staged = load_tile(fx.Int32(NUM_STAGES))
+        staged = [value for tile in range(AHEAD) for value in load_tile(fx.Int32(NUM_STAGES + tile))]
         b_ahead = [b for tile in range(B_TILES_AHEAD) for b in load_b(fx.Int32(tile))]
         wait_lds()
         barrier()
         frags = read_fragments(fx.Int32(0), 0)
         scales, at_columns = read_scales(fx.Int32(0)), read_columns(fx.Int32(0), 0)
 
-        # Main loop. State: stage of tile k, tile k + 2, the first fragments of tile k, the step's scales, those of tile k,
+        # Main loop. State: stage of tile k, tiles k + 2 .., the first fragments of tile k, the step's scales, those of tile k,
         # weights on their way, the sums.
         counts = [
             1, len(staged), len(frags), len(scales), len(at_columns), len(b_ahead) * geo.frags_n, geo.frags_m * geo.frags_n,
@@ -149,12 +150,12 @@ def build(spec):
                         wait_lds()
                         barrier()
                         keep_order()
-                        write_tile(staged, stage)
+                        write_tile(staged[: len(staged) // AHEAD], stage)
                         if blocks and tile == per_step - 2:
                             write_scales(fresh, number + 1)
                         if blocks and tile == 0:
                             fresh = load_scales(number + 1)
-                        staged = load_tile(k_tile + (NUM_STAGES + 1))
+                        staged = staged[len(staged) // AHEAD :] + load_tile(k_tile + (NUM_STAGES + AHEAD))
                         ahead += load_b(k_tile + B_TILES_AHEAD)
                         next_frags = read_fragments(1 - stage, 0)
                         if tile == per_step - 1:

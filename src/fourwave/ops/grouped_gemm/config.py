@@ -159,6 +159,8 @@ def tiles_per_step(problem: GroupedProblem, config: GroupedConfig, arch: str) ->
         return SCALE_STEPS
     if problem.b_preshuffled:
         return B_TILES_AHEAD + 1
+    if arch == "gfx942":
+        return 2  # as many as are in registers (cdna3.AHEAD), so that none are copied
     return geometry(problem, config, arch).tiles_per_step
 
 
@@ -198,7 +200,7 @@ def min_registers(problem: GroupedProblem, config: GroupedConfig, arch: str) -> 
         registers += SCALE_STEPS * (frags_m + 1)
     if arch == "gfx942":
         staged = config.tile_m + (0 if problem.b_preshuffled else config.tile_n)
-        registers += staged * config.tile_k * problem.a_dtype.itemsize // (4 * 4 * WAVE)
+        registers += 2 * staged * config.tile_k * problem.a_dtype.itemsize // (4 * 4 * WAVE)
     return registers
 
 
@@ -322,7 +324,7 @@ def _why_config_unsupported(problem: GroupedProblem, config: GroupedConfig, arch
     if arch == "gfx950" and not 3 <= config.num_stages <= (4 if block_scaled(problem) or problem.b_preshuffled else 8):
         return f"num_stages={config.num_stages}: 3 or 4 LDS buffers, of which all but two are in flight at every wait"
     if arch == "gfx942" and config.num_stages != 2:
-        return f"num_stages={config.num_stages}: the gfx942 kernel has 2 LDS buffers and one more tile in registers"
+        return f"num_stages={config.num_stages}: the gfx942 kernel has 2 LDS buffers and two more tiles in registers"
     registers = min_registers(problem, config, arch)
     if registers > REGISTERS - RESERVED:
         return f"at least {registers} registers per lane and {RESERVED} for addresses: there are {REGISTERS}"
