@@ -89,7 +89,7 @@ def test_layernorm_mlp_is_its_formula(activation: str, normalization: str, zero_
     got = grads(y, g, x, *[getattr(module, name) for name in names])
     right = grads(y64, g.double(), x64, *[getattr(d, name) for name in names])
     for name, a, b in zip(["x", *names], got, right, strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5, msg=name)
     assert list(module.state_dict()) == [n for n in (
         "layer_norm_weight", "fc1_weight", "fc2_weight", "layer_norm_bias", "fc1_bias", "fc2_bias"
     ) if n in names]  # fmt: skip

@@ -1,0 +1,159 @@
+"""torch.compile(fullgraph=True) of each module, FakeTensor, and code compiled under one recipe and run under another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import fourwave as fw
+from fourwave import nn as fnn
+
+R = fw.recipes
+RECIPES = {
+    "unquantized": R.Unquantized(), "delayed": R.DelayedScaling(amax_history_len=3), "current": R.CurrentScaling(),
+    "blocks": R.BlockScaling(), "mxfp8": R.MXFP8(), "mxfp4": R.MXFP4(),
+}  # fmt: skip
+MODULES = {
+    "Linear": lambda: fnn.Linear(64, 96),
+    "LayerNormLinear": lambda: fnn.LayerNormLinear(64, 96, normalization="RMSNorm"),
+    "LayerNormMLP": lambda: fnn.LayerNormMLP(64, 96, activation="swiglu"),
+    "GroupedLinear": lambda: fnn.GroupedLinear(2, 64, 128),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def arguments(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 64, generator=generator), torch.tensor([rows // 3, rows - rows // 3])
+
+
+def compare(
+    name: str, recipe: Any, backend: str, rows: tuple[int, ...], autocast: bool = False, exact: bool = True
+) -> None:
+    torch.manual_seed(0)
+    eager: Any = MODULES[name]()
+    twin: Any = MODULES[name]()
+    twin.load_state_dict(eager.state_dict())
+    fnn.prepare(twin, recipe)
+    compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend=backend)
+    for step, m in enumerate(rows):
+        x, sizes = arguments(m, step)
+        rest = (sizes,) if name == "GroupedLinear" else ()
+        results: list[Any] = []
+        for module, run in ((eager, eager), (twin, compiled)):
+            leaf = x.clone().requires_grad_()
+            module.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast), fw.autocast(recipe=recipe):
+                y = run(leaf, *rest)
+            y.square().sum().backward()
+            results.append([y, leaf.grad, *(p.grad for p in module.parameters()), *module.buffers()])
+        for a, b in zip(*results, strict=True):
+            if exact:
+                assert torch.equal(a, b), (name, m)
+            else:
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+QUICK = [("Linear", recipe) for recipe in RECIPES] + [(name, "mxfp8") for name in MODULES if name != "Linear"]
+CASES = [
+    pytest.param(name, recipe, marks=() if (name, recipe) in QUICK else pytest.mark.slow)
+    for name in MODULES
+    for recipe in RECIPES
+]
+
+
+@pytest.mark.parametrize(("name", "recipe"), CASES)
+def test_compiled_equals_eager(name: str, recipe: str) -> None:
+    compare(name, RECIPES[recipe], "aot_eager", (48, 15))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODULES)
+def test_inductor(name: str, recipe: str) -> None:
+    """Its own sums differ in the last bits."""
+    compare(name, RECIPES[recipe], "inductor", (32, 48), exact=False)
+
+
+def test_with_torch_autocast() -> None:
+    compare("LayerNormLinear", RECIPES["mxfp8"], "aot_eager", (48,), autocast=True)
+
+
+def test_one_graph_for_all_batch_sizes_and_one_for_each_recipe() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    # Up to 32 rows there is one block of columnwise MX scales, which PyTorch makes a graph of its own.
+    counter = CompileCounterWithBackend("eager")
+    linear = fnn.Linear(64, 96)
+    compiled = torch.compile(linear, fullgraph=True, dynamic=True, backend=counter)
+    for rows in (48, 80, 112):
+        for _ in range(2):
+            with fw.autocast(recipe=R.MXFP8()):
+                compiled(arguments(rows, 0)[0])
+    assert counter.frame_count == 1
+    x = arguments(48, 0)[0]
+    for recipe in (R.MXFP4(), R.MXFP8(), R.CurrentScaling(), R.MXFP8(scale_rule="ceil")):
+        with fw.autocast(recipe=recipe):
+            assert torch.equal(compiled(x), linear(x))
+            with fw.autocast(enabled=False):
+                assert torch.equal(compiled(x), linear(x))
+    assert torch.equal(compiled(x), linear(x))
+    assert counter.frame_count == 5
+
+
+def test_a_region_inside_compiled_code() -> None:
+    linear = fnn.Linear(64, 96)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        with fw.autocast(recipe=R.MXFP8()):
+            y = linear(x)
+            with fw.autocast(enabled=False):
+                return y + linear(x)
+
+    x = arguments(32, 0)[0]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), function(x))
+    assert torch.equal(linear(x), torch.nn.functional.linear(x, linear.weight, linear.bias))
+
+
+def test_main_grad_in_compiled_code() -> None:
+    torch.manual_seed(0)
+    linear: Any = fnn.Linear(64, 96, fuse_wgrad_accumulation=True)
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    x, results = arguments(8, 0)[0], []
+    for run in (linear, compiled):
+        linear.weight.main_grad = torch.ones(96, 64)
+        with fw.autocast(recipe=R.MXFP8()):
+            run(x).sum().backward()
+        results.append(linear.weight.main_grad)
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(results[0], torch.ones(96, 64))
+
+
+def test_delayed_scaling_must_be_prepared() -> None:
+    compiled = torch.compile(fnn.Linear(64, 96), backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"fourwave\.nn\.prepare"), fw.autocast(recipe=R.DelayedScaling()):
+        compiled(arguments(8, 0)[0])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", MODULES)
+def test_fake_tensors(name: str, recipe: str) -> None:
+    """Shapes and types without data, forward and backward."""
+    with FakeTensorMode():
+        module: Any = MODULES[name]()
+        x = torch.empty(12, 64, requires_grad=True)
+        rest = (torch.empty(2, dtype=torch.int64),) if name == "GroupedLinear" else ()
+        with fw.autocast(recipe=RECIPES[recipe]):
+            y = module(x, *rest)
+        assert y.shape == (12, {"Linear": 96, "LayerNormLinear": 96, "LayerNormMLP": 64, "GroupedLinear": 128}[name])
+        y.sum().backward()
+    assert x.grad is not None and x.grad.shape == (12, 64)
+    assert all(p.grad is not None and p.grad.shape == p.shape for p in module.parameters())
