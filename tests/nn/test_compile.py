@@ -105,7 +105,7 @@ def test_one_graph_for_all_batch_sizes_and_one_for_each_recipe() -> None:
             with fw.autocast(enabled=False):
                 assert torch.equal(compiled(x), linear(x))
     assert torch.equal(compiled(x), linear(x))
-    assert counter.frame_count == 5
+    assert counter.frame_count == 6  # no region at all is a plan of its own
 
 
 def test_a_region_inside_compiled_code() -> None:
