@@ -200,12 +200,14 @@ class Codes:
         """Four Float32 -> Int32, values[0] in the low byte: to nearest even, past the largest value the largest.
 
         saturate  False where no value rounds past the largest (scales from amax, all rules but "floor")
-        nan       True: a NaN becomes fmt.nan_code, without sign. False where no NaN can come, or `finite` covers it
+        nan       True: a NaN becomes fmt.nan_code, without sign; `finite` is not looked at. False where no NaN can come, or
+                  `finite` covers it
         finite    Boolean of all four (BlockScale.finite): where it is False all four are fmt.nan_code; or of each, what
                   masks() returned
         """
         top = self.fmt.max
-        nans = [v != v for v in values] if nan else []
+        if nan:
+            finite = self.masks([v == v for v in values])
         if self._halved:
             values = [v * 0.5 for v in values]
             top *= 0.5
@@ -221,8 +223,6 @@ class Codes:
         if self._halved:
             for i, v in enumerate(values):
                 word = word | ((fx.Float32(v).bitcast(fx.Uint32) >> 31) << (8 * i + 7)).bitcast(fx.Int32)
-        for i, is_nan in enumerate(nans):
-            word = select(is_nan, (word & _signed(~(255 << 8 * i))) | _signed(self.fmt.nan_code << 8 * i), word)
         if isinstance(finite, tuple):
             keep, codes = finite
             word = (word & keep) | codes
