@@ -8,6 +8,7 @@ explain(a, b, ...)  which backend, kernel and config that would use, and why not
 use_backend(name)   choose the backend of later calls, or of a `with` block
 nn                  Linear, LayerNormLinear, LayerNormMLP, GroupedLinear: modules that train by a recipe
 autocast(recipe=recipes.MXFP8())   the recipe of the modules in a `with` block
+mslk                names and arguments of MSLK's grouped FP8 GEMM
 te                  names and arguments of transformer_engine.pytorch
 """
 
@@ -23,19 +24,19 @@ from fourwave.ops.grouped_gemm.preshuffle import preshuffle
 from fourwave.quantize import QuantizedTensor, quantize
 
 if TYPE_CHECKING:
-    from fourwave import nn, te
+    from fourwave import mslk, nn, te
     from fourwave.nn import autocast
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "BackendUnavailable", "QuantizedTensor", "__version__", "autocast", "explain", "explain_grouped", "gemm", "grouped_gemm",
-    "grouped_gemm_wgrad", "nn", "preshuffle", "quantize", "recipes", "te", "use_backend",
+    "grouped_gemm_wgrad", "mslk", "nn", "preshuffle", "quantize", "recipes", "te", "use_backend",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Modules that are imported when they are first used."""
-    if name in ("nn", "te"):
+    if name in ("mslk", "nn", "te"):
         return importlib.import_module(f"fourwave.{name}")
     if name == "autocast":
         return importlib.import_module("fourwave.nn").autocast

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from fourwave.backends import registry
 from fourwave.ops.gemm.problem import FLOAT8
-from fourwave.ops.grouped_gemm import operators
+from fourwave.ops.grouped_gemm import groupwise, operators
 from fourwave.ops.grouped_gemm.check import GroupedArguments, Tensor
 from fourwave.ops.grouped_gemm.execute import execute
 from fourwave.ops.grouped_gemm.explain import GroupedExplanation, explain_arguments
@@ -332,4 +332,4 @@ def _check_choice(args: GroupedArguments) -> None:
             )
 
 
-assert operators  # registers torch.ops.fourwave.grouped_gemm and the others
+assert operators and groupwise  # they register torch.ops.fourwave.*

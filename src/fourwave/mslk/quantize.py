@@ -1,0 +1,88 @@
+"""quantize_fp8_group and quantize_fp8_block with MSLK's arguments and numbers, on any device.
+
+With amax the largest magnitude of a block (at least 1e-12, at most scale_ub) and MAX the format's largest value, all in
+float32:  inv = MAX / amax, code = clamp(x * inv, -MAX, MAX) rounded to nearest even, scale = 1 / inv.
+Source: meta-pytorch/MSLK, mslk/quantize/triton/fp8_quantize.py. Unlike there, a last block may be cut off, and the CPU has m_sizes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from fourwave.ops.grouped_gemm.operators import group_of_rows
+from fourwave.quantize.api import _is_gfx942
+
+Tensor = torch.Tensor
+SMALLEST_AMAX = 1e-12
+
+
+def quantize_fp8_group(
+    x: Tensor,
+    group_size: int = 128,
+    scale_ub: Tensor | None = None,
+    m_sizes: Tensor | None = None,
+    k_major: bool = True,
+    use_triton: bool = True,
+    output_device: torch.device | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Codes of x [..., K] and one float32 scale for each 1 x group_size.
+
+    m_sizes   rows of each group, on x's device: scales lie in a block for each group, element (row m of the group, k block kb)
+              at (first row) * blocks + m + kb * (rows of the group)
+    k_major   without m_sizes: scales [M, ceil(K / group_size)], else [ceil(K / group_size), M]. The shape, with m_sizes too
+    use_triton is accepted and not looked at; output_device: where the results go
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    codes, scale = _quantize(rows, 1, group_size, scale_ub)
+    if m_sizes is not None:
+        scale = _in_groups(scale, m_sizes)
+        scale = scale.view(-1, len(rows)) if not k_major else scale
+    elif not k_major:
+        scale = scale.mT.contiguous()
+    return codes.view(x.shape).to(output_device or x.device), scale.to(output_device or x.device)
+
+
+def quantize_fp8_block(
+    x: Tensor,
+    block_m: int = 256,
+    block_k: int = 256,
+    scale_ub: Tensor | None = None,
+    use_triton: bool = True,
+    output_device: torch.device | None = None,
+    k_major: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Codes of x [..., K] and one float32 scale for each block_m x block_k: [ceil(M / block_m), ceil(K / block_k)], or its
+    transpose without k_major."""
+    codes, scale = _quantize(x.reshape(-1, x.shape[-1]), block_m, block_k, scale_ub)
+    scale = scale if k_major else scale.mT.contiguous()
+    return codes.view(x.shape).to(output_device or x.device), scale.to(output_device or x.device)
+
+
+def _quantize(x: Tensor, block_m: int, block_k: int, scale_ub: Tensor | None) -> tuple[Tensor, Tensor]:
+    dtype = torch.float8_e4m3fnuz if _is_gfx942(x.device) else torch.float8_e4m3fn
+    top = torch.finfo(dtype).max
+    m, k = x.shape
+    padded = F.pad(x.to(torch.float32), (0, -k % block_k, 0, -m % block_m))
+    blocks = padded.view(-(-m // block_m), block_m, -(-k // block_k), block_k)
+    amax = blocks.abs().amax(dim=(1, 3)).clamp(min=SMALLEST_AMAX)
+    if scale_ub is not None:
+        amax = torch.minimum(amax, scale_ub.to(amax))
+    inv = torch.full_like(amax, top) / amax
+    codes = (blocks * inv[:, None, :, None]).clamp(-top, top).view(padded.shape)[:m, :k].to(dtype)
+    return codes.contiguous(), torch.ones_like(inv) / inv
+
+
+def _in_groups(scale: Tensor, m_sizes: Tensor) -> Tensor:
+    """Scales [M, blocks] in the order of groups, same shape; m_sizes is not read on the host. Rows past all groups stay behind
+    them, as one more group."""
+    rows, blocks = scale.shape
+    sizes = m_sizes.to(torch.int64)
+    left = (rows - sizes.sum()).clamp(min=0).reshape(1)
+    sizes = torch.cat((sizes, left))
+    group = group_of_rows(m_sizes, rows)
+    first = (sizes.cumsum(0) - sizes)[group]
+    row = torch.arange(rows, device=scale.device)
+    block = torch.arange(blocks, device=scale.device)
+    at = first[:, None] * blocks + (row - first)[:, None] + block * sizes[group][:, None]
+    return torch.empty_like(scale).view(-1).scatter_(0, at.reshape(-1), scale.reshape(-1)).view(rows, blocks)
