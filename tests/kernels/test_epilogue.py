@@ -1,5 +1,5 @@
 """The CDNA kernels' epilogues on the simulator: scales of operands that do not change along K, the saved preactivation, the
-bias gradient, quantized output.
+bias gradient, quantized output, SwiGLU.
 
 Truth is float64 from the codes and scales that the kernel got; every element has its bound, outputs start as NaN inside
 guard bytes. Bias, activations, alpha and accumulation alone are in test_gemm_backends.py.
@@ -364,3 +364,50 @@ def test_amax_of_quantized_output(arch: str, value: str) -> None:
     assert torch.equal(amax, expected) or (amax.isnan() and expected.isnan())
     right = quantize(a.float() @ b.float().T, "fp8_e4m3", scale=scale, fnuz=arch == "gfx942", backend="native")
     assert right.data is not None and torch.equal(out.view(torch.uint8), right.data.view(torch.uint8))
+
+
+@pytest.mark.parametrize("shape", [Shape("tails", 77, 304, 208), Shape("odd tails", 77, 290, 203)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_swiglu(arch: str, layout: str, shape: Shape) -> None:
+    """Halves of 152 and 145 columns: tiles end inside both. The preactivation is saved in its own order."""
+    case = GemmCase(shape, layout=layout, bias_dtype=FP32, activation="swiglu", preactivation=BF16, a_view="sliced")
+    for config in (candidates(arch)[2], candidates(arch)[3]):
+        check_quantized(case, arch, config)
+
+
+@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("arch", ARCHS)
+def test_swiglu_of_every_tile(arch: str, index: int) -> None:
+    """2 x 2 tiles; one fragment of columns in a wave is no pair."""
+    config = candidates(arch, 1)[index]
+    shape = Shape("2 x 2 tiles", 2 * config.tile_m - 12, 2 * config.tile_n - 16, 64)
+    case = GemmCase(shape, dtype=FLOAT8[arch][0], b_dtype=FLOAT8[arch][1], activation="swiglu", preactivation=FP32)
+    if config.tile_n // config.waves_n % 32:
+        assert "pairs" in (why_unsupported(case.problem, config, arch) or "")
+        assert why_unsupported(case.problem, None, arch) is None
+        return
+    check_quantized(case, arch, config)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_swiglu_with_everything_else(arch: str) -> None:
+    shape = Shape("", 77, 304, 208)
+    options = {"activation": "swiglu", "bias_dtype": BF16, "alpha": -0.5}
+    config = candidates(arch)[1]
+    check_quantized(GemmCase(shape, out_dtype=FP32, accumulate=True, **options), arch, config)  # type: ignore[arg-type]
+    quantized = {"out_format": "mxfp8_e4m3", "out_direction": "both"}
+    check_quantized(GemmCase(shape, preactivation=BF16, **options, **quantized), arch, config)  # type: ignore[arg-type]
+    scaled = {"a_format": "fp8_row", "b_format": "fp8_row", "fnuz": arch == "gfx942"}
+    check_quantized(GemmCase(shape, **options, **scaled), arch, candidates(arch, 1)[1])  # type: ignore[arg-type]
+
+
+def test_halves_of_b_that_are_no_whole_chunks_are_copied_and_named() -> None:
+    for layout, columns, copied in (("NN", 290, True), ("NN", 304, False), ("TN", 290, False)):
+        problem = plain(Shape("", 16, columns, 64), layout, activation="swiglu")
+        a, b = torch.ones(problem.a_shape, dtype=BF16), torch.ones(problem.b_shape, dtype=BF16)
+        tensors = GemmTensors(a, b, torch.zeros(16, columns // 2, dtype=BF16))
+        with sim.session(arch="gfx950", on_finding="raise"):
+            notes = amd.run(problem, candidates("gfx950")[2], "gfx950", tensors)
+        assert notes == amd.copies(problem, candidates("gfx950")[2], "gfx950", tensors)
+        assert [note for note in notes if "halves" in note] == notes and len(notes) == copied

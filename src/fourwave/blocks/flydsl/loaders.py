@@ -36,7 +36,8 @@ class GlobalTile:
 
     tensor      the kernel argument: [extent, K] or, where K is not contiguous, [K, extent]; the inner stride is 1
     tile        OperandTile
-    row0        first row (of M or N) of the output tile
+    row0        first row (of M or N) of the output tile; of a tile of pairs (OperandTile.pairs) half of it is in each half
+                of the operand
     K           reduction length; tensor may be longer along K, then with zeros from K on
     """
 
@@ -46,7 +47,10 @@ class GlobalTile:
         self.columns = fx.Int32(fx.get_scalar(tensor.shape[1]))
         self.row_bytes = fx.Int64(fx.get_scalar(tensor.stride[0])) * tile.elem_bytes
         self.K = K
+        if tile.pairs:
+            row0 = row0 >> 1
         self.row0 = row0
+        self.half = (self.rows if tile.k_contiguous else self.columns) >> 1
 
         # Load i of thread t brings chunk t + i * WORKGROUP of the stage; a line is a power of two of chunks.
         line = thread // tile.chunks_per_line
@@ -55,10 +59,10 @@ class GlobalTile:
         lines = [line + i * tile.lines_per_load for i in range(tile.loads)]
         rows = [tile.source_row(at) for at in lines]
         if tile.k_contiguous:
-            rows = [tile.spread(row) for row in rows]
+            rows = [tile.paired(tile.spread(row), self.half) for row in rows]
             extent = self.rows
         else:
-            self.chunk_elem = tile.spread(self.chunk_elem)
+            self.chunk_elem = tile.paired(tile.spread(self.chunk_elem), self.half)
             extent = self.columns
         # The second half of a tile may begin past the operand.
         self.end = select(row0 < extent, K, 0) if tile.split else K
@@ -66,7 +70,7 @@ class GlobalTile:
         self.offsets = [row * pitch + self.chunk_elem * tile.elem_bytes for row in rows]
         # Where rows of successive loads are a known distance apart, one offset per lane does.
         self.load_rows = None
-        if tile.lines_per_load % tile.source_period == 0:
+        if tile.lines_per_load % tile.source_period == 0 and not (tile.pairs and tile.k_contiguous):
             at = [i * tile.lines_per_load for i in range(tile.loads)]
             self.load_rows = [tile.spread(line) for line in at] if tile.k_contiguous else at
             self.offsets = self.offsets[:1]
@@ -82,7 +86,8 @@ class GlobalTile:
         size = tile.elem_bytes
         if tile.k_contiguous:
             first, start = self.row0, k0
-            used_rows = minimum(self.rows - self.row0, fx.Int32(tile.extent + tile.split))
+            reach = tile.extent + tile.split
+            used_rows = minimum(self.rows - self.row0, self.half + reach if tile.pairs else fx.Int32(reach))
             used_columns = self.columns - k0
         else:
             first, start = k0, self.row0

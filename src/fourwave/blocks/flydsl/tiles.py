@@ -63,6 +63,9 @@ class OperandTile:
     group: int = 1  # fragments woven together, see the module docstring
     fragment_bytes: int = CHUNK_BYTES  # per lane; a multiple of 16 where K is contiguous
     split: int = 0  # > 0: half of a larger tile, which after so many elements of M or N skips as many; a power of two
+    pairs: int = (
+        0  # > 0: as many elements of M or N come in turn from the first and from the second half of the operand
+    )
 
     @property
     def slice_k(self):
@@ -155,6 +158,13 @@ class OperandTile:
     def spread(self, element):
         """Place of element 0 .. extent - 1 (of M or N) relative to the tile's first."""
         return element + (element & self.split) if self.split else element
+
+    def paired(self, element, half):
+        """Place, relative to the tile's first, of what spread() gives, where the operand's halves are `half` apart."""
+        if not self.pairs:
+            return element
+        odd = (element & self.pairs) // self.pairs
+        return ((element & ~(2 * self.pairs - 1)) >> 1) + (element & (self.pairs - 1)) + odd * half
 
     # ---- fragments <-> rows of the output tile ---------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from fourwave.ops.gemm.config import (
     in_halves,
     why_unsupported,
 )
-from fourwave.ops.gemm.problem import FLOAT8, GemmProblem, GemmTensors
+from fourwave.ops.gemm.problem import FLOAT8, SWIGLU, GemmProblem, GemmTensors
 
 _CODE_FORMATS = {fmt.torch_dtype: fmt for fmt in (formats.E4M3FN, formats.E5M2, formats.E4M3FNUZ, formats.E5M2FNUZ)}
 ALIGN_BYTES = 16  # of bases and rows: global memory is read in chunks of 16 bytes
@@ -156,6 +156,9 @@ def run(
     if config is None:
         config, _ = default_config(problem, arch)
     notes: list[str] = []
+    if _halves_copied(problem):
+        notes.append(_HALVES_COPIED)
+        tensors = tensors._replace(b=_whole_chunks(tensors.b))
     bias = tensors.bias
     operands = {
         name: _readable(name, tensor, rows, notes)
@@ -186,6 +189,31 @@ def run(
     return notes
 
 
+_HALVES_COPIED = "b copied: the halves of its rows are not whole chunks of 16 bytes"
+
+
+def _halves_copied(problem):
+    """Whether the second half of b's rows does not begin at a chunk."""
+    return (
+        problem.activation == SWIGLU
+        and problem.layout != "TN"
+        and problem.N // 2 * problem.b_dtype.itemsize % ALIGN_BYTES != 0
+    )
+
+
+def _whole_chunks(b):
+    """b [K, N] with both halves of its rows padded with zeros to whole chunks."""
+    rows, half = b.shape[0], b.shape[1] // 2
+    chunk = ALIGN_BYTES // b.element_size()
+    padded = torch.zeros((rows, 2, -(-half // chunk) * chunk), dtype=torch.uint8, device=b.device)
+    if b.element_size() > 1:
+        padded = padded.to(b.dtype)
+    else:
+        padded = padded.view(b.dtype)
+    padded[:, :, :half].copy_(b.reshape(rows, 2, half))
+    return padded.view(rows, -1)
+
+
 _BIAS_COPIED = "bias copied: not 16-byte aligned"
 
 
@@ -211,6 +239,9 @@ def copies(
 ) -> list[str]:
     """The notes that `run` would return for the same arguments; out None: a new, contiguous one. Nothing is copied."""
     notes = []
+    if _halves_copied(problem):
+        notes.append(_HALVES_COPIED)
+        tensors = tensors._replace(b=_whole_chunks(tensors.b.to("meta")))
     for name, tensor, rows in _read_in_chunks(problem, config, arch, tensors):
         if (reason := _why_copied(_plain_strides(tensor), rows)) is not None:
             notes.append(f"{name} copied: {reason}")
@@ -226,7 +257,9 @@ def copies(
 def _read_in_chunks(problem, config, arch, tensors):
     """(name, tensor, rows in memory of a tile) of what the kernel reads in chunks of 16 bytes."""
     rows_a = config.tile_k if problem.layout == "NT" else config.tile_m
-    rows_b = config.tile_n if problem.layout == "TN" else config.tile_k
+    rows_b = config.tile_k
+    if problem.layout == "TN":
+        rows_b = config.tile_n + (problem.N // 2 if problem.activation == SWIGLU else 0)  # of both halves
     read = [("a", tensors.a, rows_a), ("b", tensors.b, rows_b)]
     if block_scaled(problem):
         scales = ((name, getattr(tensors, name).view(torch.uint8)) for name in ("a_scale", "b_scale"))

@@ -34,7 +34,7 @@ Source  operand layout of V_MFMA_F32_16X16X16_BF16, V_MFMA_F32_16X16X32_FP8_FP8:
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.epilogue import row_sums, store_tile
+from fourwave.blocks.flydsl.epilogue import SWIGLU, row_sums, store_tile
 from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, StagedCodes, StagedTile
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, uniform, wait_lds
 from fourwave.blocks.flydsl.mma import WaveMma
@@ -49,7 +49,7 @@ NUM_STAGES = 2  # LDS buffers per operand
 
 def build(spec, fmt, epi):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
-    geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH)
+    geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, swiglu=epi.activation == SWIGLU)
     codes = block_scaled(spec.problem)
     assert geo.num_stages == NUM_STAGES, "why_unsupported lets nothing else through"
 

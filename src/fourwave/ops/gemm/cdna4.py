@@ -35,7 +35,7 @@ Source  operand layout of V_MFMA_F32_16X16X32_BF16, V_MFMA_F32_16X16X128_F8F6F4,
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.epilogue import row_sums, store_tile
+from fourwave.blocks.flydsl.epilogue import SWIGLU, row_sums, store_tile
 from fourwave.blocks.flydsl.loaders import BlockScales, Fragments, GlobalTile, load_direct
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, lds_struct, uniform, wait_lds, wait_loads
 from fourwave.blocks.flydsl.mma import WaveMma
@@ -49,7 +49,9 @@ ARCH = "gfx950"
 
 def build(spec, fmt, epi):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
-    geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, block_scaled(spec.problem))
+    geo = geometry(
+        spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, block_scaled(spec.problem), epi.activation == SWIGLU
+    )
     storage = lds_struct(
         {
             "a": geo.num_stages * geo.a.stage_bytes,

@@ -25,7 +25,7 @@ Source  as cdna4.py; reading a tile's quadrants while others are loaded follows 
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.epilogue import store_tile
+from fourwave.blocks.flydsl.epilogue import SWIGLU, store_tile
 from fourwave.blocks.flydsl.loaders import BlockScales, Fragments, GlobalTile, load_direct
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, lds_struct, uniform, wait_lds, wait_loads
 from fourwave.blocks.flydsl.mma import WaveMma
@@ -43,7 +43,9 @@ NUM_HALVES = NUM_STAGES * len(ORDER)  # slots
 
 def build(spec, fmt, epi):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
-    geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, block_scaled(spec.problem))
+    geo = geometry(
+        spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, block_scaled(spec.problem), epi.activation == SWIGLU
+    )
     tiles = {"a": geo.a.half(geo.waves_m), "b": geo.b.half(geo.waves_n)}
     frags_m, frags_n = geo.frags_m // 2, geo.frags_n // 2
     loads = {name: tile.loads for name, tile in tiles.items()}

@@ -41,9 +41,10 @@ FEATURES = frozenset(f"scaling:{a}x{b}" for a in (None, "tensor", "row") for b i
     "preactivation",
     "bias_grad",
     "out:tensor",
+    "swiglu",
     "out:1x32",
 }
-ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu")
+ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu", "swiglu")
 
 
 @dataclass(frozen=True)
@@ -217,32 +218,40 @@ def code_format(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.float8_")[:4]
 
 
-def operand_tiles(config: GemmConfig, layout: str, elem_bytes: int, arch: str) -> tuple[OperandTile, OperandTile]:
+def operand_tiles(
+    config: GemmConfig, layout: str, elem_bytes: int, arch: str, swiglu: bool = False
+) -> tuple[OperandTile, OperandTile]:
     """(a, b) tiles as they lie in LDS: in the operand's memory order.
 
     group (OperandTile): pairs of N fragments are woven where K is contiguous; gfx942 sorts up to four fragments out of
     what it reads where K is not.
+    swiglu: a wave's groups of N fragments come in turn from the two halves of b, so that it holds both factors.
     """
     banks = LDS_BANKS[arch]
     fragment = fragment_bytes(elem_bytes, arch)
 
-    def tile(extent, waves, k_contiguous, pairs):
+    def tile(extent, waves, k_contiguous, is_b):
         fragments = extent // waves // 16
         if k_contiguous:
-            group = 2 if pairs and fragments % 2 == 0 else 1
+            groups = (2, 1) if is_b else (1,)
         else:
-            group = next(g for g in (4, 2, 1) if fragments % g == 0) if arch == "gfx942" else 1
-        return OperandTile(extent, config.tile_k, k_contiguous, elem_bytes, banks, group, fragment)
+            groups = (4, 2, 1) if arch == "gfx942" else (1,)
+        swiglu_b = swiglu and is_b
+        group = next((g for g in groups if fragments % (2 * g if swiglu_b else g) == 0), 1)
+        pairs = 16 * group if swiglu_b else 0
+        return OperandTile(extent, config.tile_k, k_contiguous, elem_bytes, banks, group, fragment, pairs=pairs)
 
     return (
-        tile(config.tile_m, config.waves_m, layout != "NT", pairs=False),
-        tile(config.tile_n, config.waves_n, layout == "TN", pairs=True),
+        tile(config.tile_m, config.waves_m, layout != "NT", is_b=False),
+        tile(config.tile_n, config.waves_n, layout == "TN", is_b=True),
     )
 
 
-def geometry(config: GemmConfig, layout: str, elem_bytes: int, arch: str, scales: bool = False) -> Geometry:
-    """scales: of blocks of 32 k, brought beside the operands."""
-    a, b = operand_tiles(config, layout, elem_bytes, arch)
+def geometry(
+    config: GemmConfig, layout: str, elem_bytes: int, arch: str, scales: bool = False, swiglu: bool = False
+) -> Geometry:
+    """scales: of blocks of 32 k, brought beside the operands. swiglu: operand_tiles."""
+    a, b = operand_tiles(config, layout, elem_bytes, arch, swiglu)
     return Geometry(
         config.tile_m, config.tile_n, config.tile_k, config.num_stages, config.waves_m, config.waves_n, config.group_m,
         a, b, scales,
@@ -351,7 +360,12 @@ def _why_config_unsupported(problem, config, arch):
     slice_k = 4 * fragment_bytes(elem_bytes, arch) // elem_bytes
     if config.tile_k % slice_k:
         return f"tile_k={config.tile_k}: a multiple of {slice_k} is needed"
-    a, b = operand_tiles(config, problem.layout, elem_bytes, arch)
+    swiglu = problem.activation == "swiglu"
+    if swiglu and config.tile_n // config.waves_n % 32:
+        return f"swiglu with tile_n={config.tile_n}: {config.waves_n} waves need pairs of 16 columns, a multiple of {32 * config.waves_n}"
+    if swiglu and block_scaled(problem):
+        return "swiglu with scales of blocks of 32: the kernels do not bring those of both halves of b"
+    a, b = operand_tiles(config, problem.layout, elem_bytes, arch, swiglu)
     for tile in (a, b, *((CodeTile.of(a), CodeTile.of(b)) if dequantizes(problem, arch) else ())):
         if (reason := tile.problem()) is not None:
             return reason
@@ -396,7 +410,7 @@ def _why_config_unsupported(problem, config, arch):
         return f"more than 2**31 tiles of {config.tile_m}x{config.tile_n}: take larger ones"
     for what, rows, inner in (
         ("a", config.tile_m if problem.layout != "NT" else config.tile_k, problem.M if problem.layout == "NT" else problem.K),
-        ("b", config.tile_n if problem.layout == "TN" else config.tile_k, problem.K if problem.layout == "TN" else problem.N),
+        ("b", config.tile_n + swiglu * problem.N // 2 if problem.layout == "TN" else config.tile_k, problem.K if problem.layout == "TN" else problem.N),
     ):  # fmt: skip
         if rows * inner * problem.a_dtype.itemsize >= MAX_TILE_BYTES:
             return f"{what}: {rows} rows of {inner} elements span {MAX_TILE_BYTES} bytes or more, the limit of a tile"
