@@ -520,11 +520,3 @@ def test_blgp_of_f64_negates(negate: str) -> None:
 def test_what_an_arch_does_not_have_raises(arch: str, row: Row, modifiers: dict) -> None:
     with pytest.raises(UnknownOperation, match=r"mfma"):
         program(mfma(row, arch, **modifiers))
-
-
-def test_sparse_forms_raise() -> None:
-    body = """%a = llvm.mlir.zero : vector<4xf16>\n %b = llvm.mlir.zero : vector<8xf16>\n %c = llvm.mlir.zero : vector<4xf32>
-      %i = llvm.mlir.zero : i32
-      %d = "rocdl.smfmac.f32.16x16x32.f16"(%a, %b, %c, %i) {cbsz = 0 : i32, abid = 0 : i32} : (vector<4xf16>, vector<8xf16>, vector<4xf32>, i32) -> vector<4xf32>"""
-    with pytest.raises(UnknownOperation, match="smfmac"):
-        lower(body, arch="gfx950")

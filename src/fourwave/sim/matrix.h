@@ -30,6 +30,7 @@ typedef struct {
     i32 scale_a, scale_b;         /* wave64: byte of the scale register; wave32: upper half of the lanes */
     i32 scale_format_a, scale_format_b;
     i32 fused;                    /* k that are summed at once, aligned and truncated; 0: a chain of fused multiply-adds */
+    i32 sparse;                   /* zeros of A are not there */
 } Matrix;
 #define MATRIX_WORDS ((int)(sizeof(Matrix) / 4))
 
@@ -438,6 +439,14 @@ static void multiply_matrix(const Matrix *x, const u32 *const *a, const u32 *con
                     for (int i = 0; i < x->m; i++)
                         for (int j = 0; j < x->n; j++)
                             if (fused_special(x, fa, fb, before, i, j)) sum[i * MAX_SIDE + j] = before[i * MAX_SIDE + j];
+            } else if (x->sparse) { /* what A lacks multiplies nothing, be it with an infinity */
+                for (int i = 0; i < x->m; i++)
+                    for (int j = 0; j < x->n; j++) {
+                        float total = sum[i * MAX_SIDE + j];
+                        for (int kk = 0; kk < x->k; kk++)
+                            if (fa[kk * x->m + i] != 0) total = fmaf(fa[kk * x->m + i], fb[kk * x->n + j], total);
+                        sum[i * MAX_SIDE + j] = total;
+                    }
             } else if (plain) multiply_f32(fa, fb, sum, x->m, x->n, x->k);
             else
                 for (int i = 0; i < x->m; i++)

@@ -52,6 +52,7 @@ class Matrix:
     scale_format_a: str = "e8m0"
     scale_format_b: str = "e8m0"
     fused: int = 0
+    sparse: int = 0
 
     def words(self) -> list[int]:
         return [FORMAT[w] if isinstance(w, str) else w for w in astuple(self)]
@@ -165,6 +166,57 @@ def _mfma_scale(k: Lowering, o: Any) -> Value:
         return _emit(k, o, x, a, b, c)
     x.scale_block, x.scale_a, x.scale_b = 32, _enum(o, "opselA"), _enum(o, "opselB")
     return _emit(k, o, x, a, b, c, (scale_a, scale_b))
+
+
+_SPARSE = {
+    "f32.16x16x32.f16": "f16", "f32.32x32x16.f16": "f16", "f32.16x16x32.bf16": "bf16", "f32.32x32x16.bf16": "bf16",
+    "i32.16x16x64.i8": "i8", "i32.32x32x32.i8": "i8",
+    **{f"f32.{shape}.{a}.{b}": f"{a}.{b}" for shape in ("16x16x64", "32x32x32") for a in ("fp8", "bf8") for b in ("fp8", "bf8")},
+}  # fmt: skip
+
+
+@handles(*(f"rocdl.smfmac.{name}" for name in _SPARSE))
+def _smfmac(k: Lowering, o: Any) -> Value:
+    """(a, b, c, index): of each four k of A two are there, and two bits of the index for each say which.
+
+    A lane's dense A has the layout of an MFMA with as many k, so A is spread out here. Layouts, cbsz and abid (which bits of the index count):
+    AMD's matrix instruction calculator (CDNA3); gfx950's forms with a doubled K it does not have. No source says in which order they add.
+    """
+    if k.arch not in ("gfx942", "gfx950"):
+        raise k.fail(f"{o.name}: {k.arch} does not have it", o)
+    short = o.name.removeprefix("rocdl.smfmac.")
+    formats = (_SPARSE[short].split(".") * 2)[:2]
+    bits = BITS[formats[0]]
+    if k.arch == "gfx942":
+        formats = [f + "_fnuz" if f in ("fp8", "bf8") else f for f in formats]
+    m, _, depth = (int(x) for x in re.findall(r"\d+", short.partition(".")[2])[:3])
+    a, b, c, index = (k.operand(o, i) for i in range(4))
+    cbsz, abid = _enum(o, "cbsz"), _enum(o, "abid")
+    held = depth * m // 64 // 2  # elements of A in a lane
+    if cbsz == 0 and abid >= 32 // (2 * held):
+        raise k.fail(f"{o.name} with abid = {abid}", o)
+    if len(a) != held * bits // 32:
+        raise k.fail(f"{o.name} with {len(a)} registers of A", o)
+    shift, mask, zero = 0 if cbsz else abid * 2 * held, (1 << bits) - 1, k.const(0)
+    values = [k.field(a[e * bits // 32], e * bits % 32, mask) for e in range(held)]
+    places = [k.field(index[0], shift + 2 * e, 3) for e in range(held)]
+    dense = []
+    for first in range(0, held, 2):
+        for at in range(4):
+            place = k.const(at)
+            later = k.out("SELECT", k.out("EQ", places[first + 1], place), values[first + 1], zero)
+            dense.append(k.out("SELECT", k.out("EQ", places[first], place), values[first], later))
+    per = 32 // bits
+    words = []
+    for first in range(0, len(dense), per):
+        word = dense[first]
+        for i in range(1, per):
+            word = k.out("INSERT", word, dense[first + i], i * bits, mask)
+        words.append(word)
+    result = short.partition(".")[0]
+    chunk = depth * m // 64
+    x = Matrix(m, m, depth, 1, formats[0], formats[1], result, result, chunk, chunk, sparse=1)
+    return _emit(k, o, x, tuple(words), b, c)
 
 
 _MIXES = [f"{a}_{b}" for a in ("fp8", "bf8") for b in ("fp8", "bf8")]
