@@ -2,11 +2,13 @@
 
 from fourwave.nn.base import QuantizedModule, prepare
 from fourwave.nn.context import autocast, checkpoint
+from fourwave.nn.convert import convert
 from fourwave.nn.grouped_linear import GroupedLinear
 from fourwave.nn.layernorm_linear import LayerNormLinear
 from fourwave.nn.layernorm_mlp import LayerNormMLP
 from fourwave.nn.linear import Linear
 
 __all__ = [
-    "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear", "QuantizedModule", "autocast", "checkpoint", "prepare",
+    "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear", "QuantizedModule", "autocast", "checkpoint", "convert",
+    "prepare",
 ]  # fmt: skip

@@ -1,0 +1,132 @@
+"""general_gemm and general_grouped_gemm. Layouts are column-major BLAS's, as in Transformer Engine: the row-major result is
+op(B) @ op(A).
+
+TN  out = B @ A.T    fprop, A the weight, B the input
+NN  out = B @ A      dgrad, A the weight, B the gradient of the output
+NT  out = B.T @ A    wgrad, A the input, B the gradient of the output
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fourwave.ops.gemm.api import gemm
+from fourwave.ops.gemm.operators import _activation_backward
+from fourwave.quantize import QuantizedTensor
+
+Tensor = torch.Tensor
+Operand = Tensor | QuantizedTensor
+
+_LAYOUTS = {"TN": (False, True), "NN": (False, False), "NT": (True, False)}
+
+
+def general_gemm(
+    A: Operand,
+    B: Operand,
+    out_dtype: torch.dtype | None = None,
+    quantization_params: Any = None,
+    gelu: bool = False,
+    gelu_in: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float | None = None,
+    accumulate: bool = False,
+    layout: str = "TN",
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_split_accumulator: bool = False,
+    grad: bool = False,
+    ub: Any = None,
+    ub_type: Any = None,
+    extra_output: Tensor | None = None,
+    bulk_overlap: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """(out, bias gradient, gelu input, None).
+
+    A, B    tensors or QuantizedTensors, with codes along the reduction
+    gelu    forward: out = gelu(z), tanh form, and z is returned; with grad: out is multiplied with the gelu's slope at gelu_in
+    accumulate  add to out; beta must be 1 (or None) then, and 0 (or None) otherwise
+    bias    forward: added. With grad and layout NT: its dtype is that of the bias gradient, the sum of B over its rows
+    """
+    if layout not in _LAYOUTS:
+        raise ValueError(f"layout {layout!r}: the layouts are {', '.join(_LAYOUTS)}")
+    if quantization_params is not None or ub is not None or extra_output is not None or bulk_overlap:
+        raise NotImplementedError("quantization_params, ub, extra_output and bulk_overlap are not here")
+    if beta is not None and beta != float(accumulate):
+        raise NotImplementedError(f"beta={beta} with accumulate={accumulate}: out is kept (1) or replaced (0)")
+    trans_a, trans_b = _LAYOUTS[layout]
+    options: dict[str, Any] = {
+        "trans_a": trans_a, "trans_b": trans_b, "alpha": alpha, "out": out, "accumulate": accumulate,
+        "fast_accum": not use_split_accumulator and isinstance(A, QuantizedTensor),
+    }  # fmt: skip
+    if out is None:
+        options["out_dtype"] = out_dtype
+    with torch.no_grad():
+        if not grad:
+            z = _preactivation(A, B, trans_b, out_dtype, gelu_in, out) if gelu else None
+            y = gemm(B, A, bias=bias, activation="gelu_tanh" if gelu else None, preactivation=z, **options)
+            return y, None, z, None
+        if gelu:
+            if gelu_in is None or accumulate or out is not None:
+                raise NotImplementedError("gelu with grad needs gelu_in, and neither out nor accumulate")
+            dh = gemm(B, A, **{**options, "out_dtype": torch.float32})
+            dtype = out_dtype or gelu_in.dtype
+            return _activation_backward(gelu_in.float(), dh, "gelu_tanh").to(dtype), None, None, None
+        if bias is None or layout != "NT":
+            return gemm(B, A, **options), None, None, None
+        bias_grad = torch.zeros(B.shape[-1], dtype=bias.dtype, device=B.device)
+        return gemm(B, A, bias_grad=bias_grad, **options), bias_grad, None, None
+
+
+def _preactivation(
+    A: Operand, B: Operand, trans_b: bool, out_dtype: torch.dtype | None, gelu_in: Tensor | None, out: Tensor | None
+) -> Tensor:
+    if gelu_in is not None:
+        return gelu_in
+    plain = [t.dtype for t in (B, A) if isinstance(t, Tensor)]
+    dtype = out_dtype or (out.dtype if out is not None else plain[0] if plain else torch.bfloat16)
+    return torch.empty((*B.shape[:-1], A.shape[0 if trans_b else 1]), dtype=dtype, device=B.device)
+
+
+def general_grouped_gemm(
+    A: list[Any],
+    B: list[Any],
+    out: list[Tensor],
+    quantization_params: list[Any] | None,
+    out_dtype: torch.dtype,
+    layout: str = "TN",
+    m_splits: list[int] | None = None,
+    gelu: bool = False,
+    grad: bool = False,
+    accumulate: bool = False,
+    bias: list[Tensor] | None = None,
+    use_bias: bool = False,
+    use_split_accumulator: bool = False,
+    D_dtype: Any = None,
+    single_output: bool = False,
+) -> tuple[Any, list[Tensor | None], list[Tensor | None]]:
+    """(out, biases or their gradients, gelu inputs): general_gemm of each pair, written into `out`.
+
+    out     one tensor for each pair; with single_output a list of one, whose rows are those of all pairs (m_splits)
+    """
+    if any(each is not None for each in quantization_params or []):
+        raise NotImplementedError("quantization_params: outputs are not quantized here")
+    if len(A) != len(B):
+        raise ValueError(f"{len(A)} matrices A and {len(B)} B")
+    if single_output:
+        if m_splits is None:
+            raise ValueError("single_output needs m_splits")
+        parts = list(out[0].split([int(m) for m in m_splits]))
+    else:
+        parts = list(out)
+    biases: list[Tensor | None] = []
+    inputs: list[Tensor | None] = []
+    for i, (a, b, part) in enumerate(zip(A, B, parts, strict=True)):
+        _, bias_grad, gelu_input, _ = general_gemm(
+            a, b, None if part is not None else out_dtype, gelu=gelu, accumulate=accumulate, layout=layout, out=part,
+            bias=bias[i] if use_bias and bias is not None else None, use_split_accumulator=use_split_accumulator, grad=grad,
+        )  # fmt: skip
+        biases.append(bias_grad if grad else bias[i] if use_bias and bias is not None else None)
+        inputs.append(gelu_input)
+    return (out[0] if single_output else out), biases, inputs

@@ -1,0 +1,86 @@
+"""autocast and its relatives, with Transformer Engine's order of arguments and defaults."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fourwave.nn.context import autocast as _autocast
+from fourwave.nn.context import checkpoint as _checkpoint
+from fourwave.recipes import Recipe
+from fourwave.te.recipe import DelayedScaling
+
+
+def get_default_recipe() -> Recipe:
+    """DelayedScaling(), on every device."""
+    return DelayedScaling()
+
+
+class autocast(_autocast):
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+        _graph: bool = False,
+    ) -> None:
+        super().__init__(enabled, get_default_recipe() if recipe is None else recipe, amax_reduction_group, calibrating)
+
+
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: Any = None,
+    _graph: bool = False,
+) -> autocast:
+    return autocast(enabled, calibrating, fp8_recipe, fp8_group, _graph)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As fourwave.nn.checkpoint; use_reentrant is ignored: it is always the non-reentrant kind."""
+    kwargs.pop("use_reentrant", None)
+    for name in ("distribute_saved_activations", "tp_group", "get_rng_state_tracker"):
+        if kwargs.pop(name, None):
+            raise NotImplementedError(f"{name}: activations are not distributed here")
+    return _checkpoint(function, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def quantized_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    if enabled:
+        raise NotImplementedError(
+            "parameters that exist in quantized form only are not here: keep them in bfloat16, and is_first_microbatch keeps a "
+            "quantized copy"
+        )
+    yield
+
+
+@contextlib.contextmanager
+def fp8_model_init(
+    enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+) -> Iterator[None]:
+    warnings.warn("fp8_model_init is now called quantized_model_init", DeprecationWarning, stacklevel=3)
+    with quantized_model_init(enabled, recipe, preserve_high_precision_init_val):
+        yield
+
+
+def _available(return_reason: bool) -> bool | tuple[bool, str]:
+    return (True, "") if return_reason else True
+
+
+def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """True on every device: the native backend multiplies what the GPU cannot, slowly (fw.explain says which it is)."""
+    return _available(return_reason)
+
+
+is_mxfp8_available = is_fp8_block_scaling_available = is_fp8_available
+
+
+def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    return (False, "NVFP4 is not here") if return_reason else False
