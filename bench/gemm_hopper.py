@@ -1,10 +1,11 @@
 """Time the Hopper GEMM against cuBLAS on an H100 or H200, interleaved in one process, and write a record.
 
     python bench/gemm_hopper.py --suite llm81 --layouts TN,NN,NT --out record.json
+    python bench/gemm_hopper.py --suite decode --rows 1,16,64      # the suite's 27 weights at few rows
     python bench/gemm_hopper.py --suite sweep --configs all        # every config on a few shapes
-    python bench/gemm_hopper.py --suite llm81 --dtype fp8          # e4m3fn, per-tensor scales; fp8_promoted: summed in fp32
+    python bench/gemm_hopper.py --suite llm81 --dtype fp8          # e4m3fn, float32 sums every 128 k; fp8_fast: the unit's own
 
-cuBLAS is torch.mm, and torch._scaled_mm for FP8 (use_fast_accum for fp8, not for fp8_promoted).
+cuBLAS is torch.mm, and torch._scaled_mm for FP8 (use_fast_accum for fp8_fast, not for fp8), with the scales of --scaling.
 
 Every row is checked before it is timed: all columns of 128 spread rows and all rows of 128 spread columns, so every output
 tile is touched, against float64 with the bound of fourwave.testing. A row that fails prints no speed.
@@ -33,13 +34,14 @@ import torch
 
 import fourwave as fw
 from fourwave.backends import registry
-from fourwave.ops.gemm import sm90_config, sm90_launch
+from fourwave.formats.scaling import expand_scale
+from fourwave.ops.gemm import sm90_config
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.testing import bounds
 from fourwave.testing.llm_shapes import llm81
 
 E4M3 = torch.float8_e4m3fn
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": E4M3, "fp8_promoted": E4M3}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": E4M3, "fp8_fast": E4M3}
 SWEEP = (
     (4096, 4096, 4096), (4096, 12288, 4096), (4096, 22016, 4096), (4096, 4096, 11008), (8192, 6144, 4096),
     (8192, 3584, 18944), (16384, 10240, 8192), (8192, 16384, 16384),
@@ -69,24 +71,56 @@ def pick(t: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     return t.view(torch.uint8).index_select(dim, index).view(t.dtype) if t.dtype == E4M3 else t.index_select(dim, index)
 
 
-def check(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layout: str, alpha: float, u_acc: float) -> float:
-    """Largest error over its bound, on 128 rows and 128 columns that touch every tile."""
-    op_a, op_b = views(a, b, layout)
-    worst = 0.0
-    for dim in (0, 1):
-        size = out.shape[dim]
-        index = torch.linspace(0, size - 1, min(size, 128), device=out.device).round().long()
-        part_a, part_b = (pick(op_a, 0, index), op_b) if dim == 0 else (op_a, pick(op_b, 1, index))
-        step = max(128, 2**31 // (8 * part_a.shape[1]))  # float64 copies of at most 2 GB
-        for start in range(0, max(part_a.shape[0], part_b.shape[1]), step):
-            x = part_a if dim == 0 else part_a[start : start + step]
-            y = part_b[:, start : start + step] if dim == 0 else part_b
+class Truth:
+    """Exact results and bounds of 128 rows and 128 columns that touch every tile."""
+
+    def __init__(
+        self, a: torch.Tensor, b: torch.Tensor, layout: str, out_dtype: torch.dtype, u_acc: float,
+        scale_a: torch.Tensor | None, scale_b: torch.Tensor | None, scaling: str,
+    ) -> None:  # fmt: skip
+        """scale_a, scale_b: as broadcast against op(a), op(b); those of blocks as stored."""
+        op_a, op_b = views(a, b, layout)
+        blocks = scaling == "block"
+        self.parts: list[tuple[int, torch.Tensor, int, torch.Tensor, torch.Tensor]] = []
+        for dim in (0, 1):
+            size = (op_a.shape[0], op_b.shape[1])[dim]
+            index = torch.linspace(0, size - 1, min(size, 128), device=a.device).round().long()
+            part_a, part_b = (pick(op_a, 0, index), op_b) if dim == 0 else (op_a, pick(op_b, 1, index))
+            factor_a = factor_b = None
+            if scale_a is not None and scale_b is not None:
+                factor_a, factor_b = scale_a.double(), scale_b.double()
+                if blocks:
+                    factor_a = expand_scale(scale_a, "1x128", tuple(a.shape), True)
+                    factor_b = expand_scale(scale_b, "128x128", tuple(b.shape), True).T
+                if factor_a.numel() > 1 and dim == 0:
+                    factor_a = factor_a[index]
+                if factor_b.numel() > 1 and dim == 1:
+                    factor_b = factor_b[:, index]
+            step = max(128, 2**31 // (8 * part_a.shape[1]))  # float64 copies of at most 2 GB
+            for start in range(0, max(part_a.shape[0], part_b.shape[1]), step):
+                rows = slice(None) if dim == 0 else slice(start, start + step)
+                columns = slice(start, start + step) if dim == 0 else slice(None)
+                x, y = part_a[rows].double(), part_b[:, columns].double()
+                if factor_a is not None and factor_b is not None:
+                    x = x * (factor_a[rows] if factor_a.numel() > 1 else factor_a)
+                    y = y * (factor_b[:, columns] if factor_b.numel() > 1 else factor_b)
+                bound = bounds.gemm_bound(x, y, out_dtype, trans_b=False, u_acc=u_acc)
+                if factor_a is not None:
+                    bound += 4 * bounds.U_FP32 * (x.abs() @ y.abs())  # the scales' products
+                self.parts.append((dim, index, start, x @ y, bound))
+            if dim == 0 and size <= 128:
+                break  # all rows
+
+    def error(self, out: torch.Tensor) -> float:
+        """Largest error over its bound."""
+        worst = 0.0
+        for dim, index, start, exact, bound in self.parts:
             got = out.index_select(dim, index)
-            got = got[:, start : start + step] if dim == 0 else got[start : start + step]
-            bound = bounds.gemm_bound(x, y, out.dtype, trans_b=False, alpha=alpha, u_acc=u_acc)
-            ratio, _ = bounds.error_ratio(got, alpha * (x.double() @ y.double()), bound)
+            stop = start + exact.shape[1 - dim]
+            got = got[:, start:stop] if dim == 0 else got[start:stop]
+            ratio, _ = bounds.error_ratio(got, exact, bound)
             worst = max(worst, ratio)
-    return worst
+        return worst
 
 
 def time_interleaved(variants: dict[str, Callable[[int], None]], samples: int) -> dict[str, list[float]]:
@@ -108,7 +142,8 @@ def time_interleaved(variants: dict[str, Callable[[int], None]], samples: int) -
         call(2)
         end.record()
         end.synchronize()
-        counts[name] = max(2, math.ceil(SAMPLE_SECONDS / max(start.elapsed_time(end) * 1e-3 / 2, 1e-6)))
+        seconds = max(start.elapsed_time(end) * 1e-3 / 2, 1e-6)
+        counts[name] = max(1 if seconds > 4 * SAMPLE_SECONDS else 2, math.ceil(SAMPLE_SECONDS / seconds))
         graphs[name] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[name]):
             for turn in range(counts[name]):
@@ -163,6 +198,16 @@ def machine() -> dict[str, object]:
     return dict(zip(fields.split(","), (value.strip() for value in query.split(",")), strict=True))
 
 
+def preheat(seconds: float) -> None:
+    """Bring the chip to the clock that it can keep."""
+    x = torch.randn(8192, 8192, device="cuda").to(torch.bfloat16)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(20):
+            torch.mm(x, x)
+        torch.cuda.synchronize()
+
+
 def measure(
     name: str,
     M: int,
@@ -170,65 +215,100 @@ def measure(
     K: int,
     layout: str,
     precision: str,
+    scaling: str,
     sweep: bool,
     groups: list[int],
-    tiles: int | None,
+    tiles: str,
     samples: int,
     l2_bytes: int,
 ) -> tuple[dict[str, Any], str]:
     """One row: its record, without times where a check failed, and what to print."""
-    dtype, promote = DTYPES[precision], precision == "fp8_promoted"
+    dtype, fast = DTYPES[precision], precision == "fp8_fast"
     is_fp8 = dtype == E4M3
     out_dtype = torch.bfloat16 if is_fp8 else dtype
-    problem = GemmProblem(M, N, K, layout, dtype, dtype, out_dtype, device_type="cuda")
+    problem = GemmProblem(M, N, K, layout, dtype, dtype, out_dtype, device_type="cuda", fast_accum=fast)
+    if is_fp8:
+        block = scaling == "block"
+        problem = replace(problem, a_scaling="1x128" if block else scaling, b_scaling="128x128" if block else scaling)
     num_sets = max(1, math.ceil(2 * l2_bytes / (dtype.itemsize * (M * K + N * K))))
     sets = [operands(M, N, K, layout, dtype) for _ in range(num_sets)]
-    scales = torch.tensor([0.75], device="cuda"), torch.tensor([0.25], device="cuda")
+    scale_a = scale_b = theirs_a = theirs_b = None
+    if is_fp8 and scaling == "tensor":
+        scale_a, scale_b = torch.tensor(0.75, device="cuda"), torch.tensor(0.25, device="cuda")
+    elif is_fp8 and scaling == "block":
+        scale_a, scale_b = (
+            torch.rand(shape or (), device="cuda") + 0.5 for shape in (problem.a_scale_shape, problem.b_scale_shape)
+        )
+        # cuBLASLt's: scales of a with rows contiguous; of b, padded so that a column of blocks starts at a multiple of 4.
+        k_blocks = scale_b.shape[1]
+        padded = scale_b.new_zeros(scale_b.shape[0], -(-k_blocks // 4) * 4)
+        padded[:, :k_blocks] = scale_b
+        theirs_a, theirs_b = scale_a.T.contiguous().T, padded[:, :k_blocks].T
+    elif is_fp8:
+        scale_a, scale_b = torch.rand(M, 1, device="cuda") + 0.5, torch.rand(1, N, device="cuda") + 0.5
+    if theirs_a is None:
+        theirs_a, theirs_b = scale_a, scale_b
     out = torch.empty(M, N, device="cuda", dtype=out_dtype)
     trans = {"trans_a": layout == "NT", "trans_b": layout == "TN"}
     configs: dict[str, Any] = {"fourwave": None}
     if sweep:
         tried = [
-            replace(c, group=g) for c in sm90_config.candidates(problem, promote)[:tiles] for g in (groups or [c.group])
+            replace(c, group=g)
+            for c in sm90_config.candidates(problem)
+            for g in (groups or [c.group])
+            if tiles in (c.schedule, "")
         ]
         configs = {str(config): config for config in tried}
+    backend = registry.get("hopper")
 
     def ours(turn: int, config: Any) -> None:
         a, b = sets[turn % num_sets]
         if is_fp8:
-            sm90_launch.run(problem, config, a, b, out, scales=scales, promote=promote)
+            backend.run_gemm(problem, config, GemmTensors(a, b, out, a_scale=scale_a, b_scale=scale_b))
         else:
             fw.gemm(a, b, out=out, backend="hopper", config=config, **trans)
 
     def cublas(turn: int) -> None:
         a, b = views(*sets[turn % num_sets], layout)
         if is_fp8:
-            torch._scaled_mm(a, b, *scales, out_dtype=out_dtype, use_fast_accum=not promote)
+            torch._scaled_mm(a, b, theirs_a, theirs_b, out_dtype=out_dtype, use_fast_accum=fast)
         else:
             torch.mm(a, b, out=out)
 
-    alpha, u_acc = (0.75 * 0.25, bounds.hopper_fp8_u_acc(K, promote)) if is_fp8 else (1.0, bounds.U_FP32)
+    u_acc = bounds.hopper_fp8_u_acc(K, not fast) if is_fp8 else bounds.U_FP32
+    truth = Truth(*sets[0], layout, out_dtype, u_acc, scale_a, scale_b, scaling)
     errors = {}
     for label, config in configs.items():
         out.fill_(float("nan"))
         ours(0, config)
-        errors[label] = check(out, *sets[0], layout, alpha, u_acc)
+        errors[label] = truth.error(out)
     row: dict[str, Any] = {"name": name, "layout": layout, "M": M, "N": N, "K": K, "error_over_bound": errors}
     head = f"{layout} {M:6} {N:6} {K:6}"
     if not all(error <= 1 for error in errors.values()):
         return row, f"{head}  WRONG: {errors}"
+    try:
+        cublas(0)
+    except RuntimeError as error:
+        row["cublas_refuses"] = str(error).splitlines()[0]
+        return row, f"{head}  cublas refuses: {row['cublas_refuses']}"
     variants: dict[str, Callable[[int], None]] = {"cublas": cublas}
     variants |= {label: functools.partial(ours, config=config) for label, config in configs.items()}
     times = time_interleaved(variants, samples)
     medians = {label: statistics.median(values) for label, values in times.items()}
     best = min(configs, key=lambda label: medians[label])
-    row["config"] = str(configs[best] or sm90_config.default_config(problem, promote)[0])
+    row["config"] = str(configs[best] or sm90_config.default_config(problem)[0])
     row["seconds"] = times
     row["ratio"] = medians["cublas"] / medians[best]
-    tflops = {label: problem.flops / seconds / 1e12 for label, seconds in medians.items()}
-    lines = [f"{head}  cublas {tflops['cublas']:6.1f}  ours {tflops[best]:6.1f}  {row['ratio']:.3f}  {row['config']}"]
+    if M <= 256:
+        shown, unit = {label: seconds * 1e6 for label, seconds in medians.items()}, "us"
+        read = dtype.itemsize * (M * K + N * K) + out_dtype.itemsize * M * N
+        unit += f" ({read / medians[best] / 1e12:.2f} TB/s)"
+    else:
+        shown, unit = {label: problem.flops / seconds / 1e12 for label, seconds in medians.items()}, "TFLOP/s"
+    compared = f"cublas {shown['cublas']:6.1f}  ours {shown[best]:6.1f} {unit}  {row['ratio']:.3f}"
+    lines = [f"{head}  {compared}  {row['config']}"]
     if sweep:
-        lines += [f"      {tflops[label]:6.1f}  {label}" for label in configs]
+        lines += [f"      {shown[label]:6.1f}  {label}" for label in configs]
     return row, "\n".join(lines)
 
 
@@ -247,13 +327,21 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=["llm81", *SHAPES], default="sweep")
+    parser.add_argument("--suite", choices=["llm81", "decode", *SHAPES], default="sweep")
+    parser.add_argument("--rows", default="1,16,64", help="M of the suite decode")
     parser.add_argument("--layouts", default="TN")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
+    parser.add_argument(
+        "--scaling",
+        choices=["tensor", "row", "block"],
+        default="tensor",
+        help="of FP8 operands; block: 1x128 of a with 128x128 of b",
+    )
+    parser.add_argument("--preheat", type=float, default=0.0, help="seconds of products before the first row")
     parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--configs", choices=["default", "all"], default="default")
     parser.add_argument("--groups", default="", help="with --configs all: each config at each of these band widths")
-    parser.add_argument("--tiles", type=int, help="with --configs all: the first n candidates only")
+    parser.add_argument("--tiles", default="", help="with --configs all: only this schedule")
     parser.add_argument("--commit", default="", help="commit of the measured tree, for the record")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no row after this time")
     parser.add_argument("--every", type=int, default=1, help="only every n-th row of the suite")
@@ -268,9 +356,14 @@ def main() -> None:
     groups = [int(group) for group in args.groups.split(",") if group]
     rows: list[dict[str, Any]] = []
     skipped = 0
+    preheat(args.preheat)
     for layout in layouts:
         if args.suite == "llm81":
             shapes = [(str(row), row.gemm(layout)) for row in llm81()]
+        elif args.suite == "decode":
+            weights = [row for row in llm81() if row.microbatch == 1]
+            rows_m = [int(m) for m in args.rows.split(",")]
+            shapes = [(f"{w.model} {w.layer}", (m, *w.gemm("TN")[1:])) for m in rows_m for w in weights]
         else:
             shapes = [(args.suite, shape) for shape in SHAPES[args.suite]]
         for name, shape in shapes[:: args.every]:
@@ -278,20 +371,36 @@ def main() -> None:
                 skipped += 1
                 continue
             row, text = measure(
-                name, *shape, layout, args.dtype, args.configs == "all", groups, args.tiles, args.samples, l2_bytes
+                name,
+                *shape,
+                layout,
+                args.dtype,
+                args.scaling,
+                args.configs == "all",
+                groups,
+                args.tiles,
+                args.samples,
+                l2_bytes,
             )
             rows.append(row)
             print(text, flush=True)
     host = host_seconds()
     timed = [row for row in rows if "ratio" in row]
-    failed = len(rows) - len(timed)
+    refused = sum("cublas_refuses" in row for row in rows)
+    failed = len(rows) - len(timed) - refused
     by_layout = {
         layout: summary([row for row in timed if row["layout"] == layout])
         for layout in layouts
         if any(row["layout"] == layout for row in timed)
     }
+    if args.suite == "decode":
+        by_layout |= {
+            f"{layout}, M={m}": summary([row for row in timed if row["layout"] == layout and row["M"] == m])
+            for layout in layouts
+            for m in sorted({row["M"] for row in timed if row["layout"] == layout})
+        }
     record = {
-        "what": f"{args.dtype} GEMM: ratio is cuBLAS's median time over fourwave's; graph replay, operands not in L2",
+        "what": f"{args.dtype}{f' ({args.scaling} scales)' if 'fp8' in args.dtype else ''} GEMM: ratio is cuBLAS's median time over fourwave's; graph replay, operands not in L2",
         "command": " ".join(["python", "bench/gemm_hopper.py", *sys.argv[1:]]),
         "commit": args.commit,
         "device": before,
@@ -307,6 +416,7 @@ def main() -> None:
         "host_seconds": host,
         "summary": by_layout,
         "failed_checks": failed,
+        "refused_by_cublas": refused,
         "rows_not_started": skipped,
         "rows": rows,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,11 @@ import torch
 import fourwave as fw
 from fourwave.backends import registry
 from fourwave.backends.hopper import cutedsl_missing
+from fourwave.formats.scaling import expand_scale
 from fourwave.ops.gemm import sm90_config, sm90_launch
-from fourwave.ops.gemm.problem import LAYOUTS, GemmProblem
+from fourwave.ops.gemm.problem import LAYOUTS, GemmProblem, GemmTensors
 from fourwave.ops.gemm.reference import gemm_reference
-from fourwave.ops.gemm.sm90_config import HopperConfig, candidates, default_config, why_unsupported
+from fourwave.ops.gemm.sm90_config import HopperConfig, candidates, default_config, swapped, why_unsupported
 from fourwave.testing import GemmCase, bounds, buffers, inputs
 from fourwave.testing.llm_shapes import llm81
 from fourwave.testing.shapes import Shape
@@ -52,7 +54,14 @@ def problem(M: int = 512, N: int = 512, K: int = 512, layout: str = "TN", out: t
         ({"cluster_m": 4, "cluster_n": 2}, "at most 4"),
         ({"cluster_n": 4, "cluster_m": 1}, "its share"),
         ({"store_stages": 3}, "must divide"),
-        ({"schedule": "stream"}, "cooperative and pingpong"),
+        ({"schedule": "stream"}, "cooperative, pingpong and swapped"),
+        ({"split": 2}, "only a swapped tile"),
+        ({"schedule": "swapped", "tile_m": 256}, "up to 128"),
+        ({"schedule": "swapped", "tile_m": 64, "tile_n": 192}, "multiples of 8 up to 128"),
+        ({"schedule": "swapped", "tile_m": 64, "tile_n": 128, "split": 3}, "1, 2, 4 or 8"),
+        ({"schedule": "swapped", "tile_m": 64, "tile_n": 128, "split": 4, "cluster_n": 4}, "up to 8"),
+        ({"schedule": "swapped", "tile_m": 8, "tile_n": 128, "cluster_n": 2}, "slices of 8"),
+        ({"schedule": "swapped", "tile_m": 64, "tile_n": 128, "num_stages": 10}, "bytes of shared memory"),
         ({"schedule": "pingpong", "consumers": 3}, "2 for pingpong"),
         ({"group": 0}, "at least 1"),
     ],
@@ -71,9 +80,19 @@ def test_problems_that_the_kernel_cannot_run_are_refused_with_the_reason() -> No
     fp8 = GemmProblem(8, 16, 16, "NN", FP8[0], FP8[1], BF16, device_type="cuda")
     assert "K contiguous" in (why_unsupported(fp8, None) or "")
     assert why_unsupported(replace(fp8, layout="TN"), None) is None
-    narrow = replace(HopperConfig(), tile_m=256, tile_n=128, cluster_m=1)
-    assert "256 accumulators" in (why_unsupported(problem(), narrow, promote=True) or "")
-    assert "pingpong with promotion" in (why_unsupported(problem(), sm90_config.SQUARE, promote=True) or "")
+    narrow = HopperConfig(256, 128, 128, cluster_m=1)
+    precise = replace(fp8, layout="TN", M=512, N=512, K=512)
+    assert "takes 64 rows" in (why_unsupported(precise, narrow) or "")
+    assert why_unsupported(replace(precise, fast_accum=True), narrow) is None
+    pingpong = replace(sm90_config.SQUARE, tile_k=128)
+    assert "pingpong with promotion" in (why_unsupported(precise, pingpong) or "")
+    blocks = replace(precise, a_scaling="1x32", b_scaling="1x32")
+    assert "scaling:1x32x1x32 is not in this kernel" in (why_unsupported(blocks, None) or "")
+    assert why_unsupported(replace(precise, a_scaling="row", b_scaling="tensor"), None) is None
+    few = problem(16, 512, 128)
+    assert "64 or 128" in (why_unsupported(replace(few, layout="NN"), swapped(few, 96, 1)) or "")
+    assert "layout NT" in (why_unsupported(replace(few, layout="NT"), swapped(few, 128, 1)) or "")
+    assert "each CTA needs a k step" in (why_unsupported(few, swapped(few, 128, 4)) or "")
     assert "HopperConfig" in (why_unsupported(problem(), GemmConfig()) or "")  # type: ignore[arg-type]
 
 
@@ -91,6 +110,11 @@ def test_the_default_is_one_of_the_candidates_and_allowed() -> None:
 def test_shared_memory_of_every_candidate_fits() -> None:
     for config in candidates(problem()):
         assert sm90_config.smem_bytes(config, 2) <= 227 * 1024
+    for M in (1, 16, 64, 128):
+        few = problem(M, 5000, 4096)
+        for config in candidates(few):
+            if config.schedule == "swapped":
+                assert sm90_config.swapped_smem_bytes(few, config) <= 227 * 1024
 
 
 def test_without_a_hopper_gpu_a_named_backend_raises() -> None:
@@ -193,60 +217,281 @@ def test_epilogues_on_several_tiles(index: int, out_dtype: torch.dtype, accumula
     run_case(case, config)
 
 
+def swapped_cases() -> list[tuple[int, int, int, int, int, str]]:
+    """M and N that a tile does not divide, with clusters of every kind; tiles and layouts in turn."""
+    sizes = [(1, 712), (8, 1027), (13, 256), (32, 8), (57, 1001), (64, 1304), (128, 999)]
+    cases: list[tuple[int, int, int, int, int, str]] = []
+    for M, N in sizes:
+        for split, share in ((1, 1), (2, 1), (8, 1), (1, 2), (2, 2), (2, 4)):
+            if share > 1 and M <= 4 * share:
+                continue
+            rows = (40, 64, 120, 128)[len(cases) % 4]
+            cases.append((M, N, rows, split, share, "TN"))
+            cases.append((M, N, max(64, rows // 64 * 64), split, share, "NN"))
+    return cases
+
+
 @on_gpu
-@pytest.mark.parametrize("promote", [False, True])
-@pytest.mark.parametrize(("a_dtype", "b_dtype"), [(FP8[0], FP8[0]), (FP8[0], FP8[1]), (FP8[1], FP8[0])])
-@pytest.mark.parametrize(("out_dtype", "accumulate"), [(BF16, False), (FP32, True)])
+@pytest.mark.parametrize(("M", "N", "rows", "split", "share", "layout"), swapped_cases())
+def test_swapped_tiles(M: int, N: int, rows: int, split: int, share: int, layout: str) -> None:
+    """Tails in M, N and K, parts of unequal length, operands inside NaN, rows of out that vectors do not fit."""
+    shape = Shape("few rows", M, N, 64 * 19 + 40)
+    config = swapped(problem(M, N, shape.K, layout), rows, split, share)
+    run_case(GemmCase(shape, layout, a_view="sliced", b_view="sliced", out_view="sliced"), config)
+    run_case(GemmCase(shape, layout), config)
+
+
+@on_gpu
+@pytest.mark.parametrize(("split", "share"), [(1, 1), (4, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("rows", [48, 128])
+@pytest.mark.parametrize("M", [60, 300])
+def test_more_swapped_tiles_than_clusters(M: int, rows: int, split: int, share: int) -> None:
+    """Several tiles per cluster, so partial sums follow each other in one buffer; with 300 rows several per row of tiles."""
+    shape = Shape("persistent", M, rows * 301 - 8, 64 * split + 8)
+    config = swapped(problem(64, shape.N, shape.K), rows, split, share)
+    for _ in range(3):
+        run_case(GemmCase(shape, "TN"), config)
+
+
+@on_gpu
+@pytest.mark.parametrize("out_dtype", [FP32, FP16, BF16])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("N", [520, 517])
+def test_epilogues_of_swapped_tiles(N: int, accumulate: bool, out_dtype: torch.dtype) -> None:
+    """One rounding, accumulated or not."""
+    shape = Shape("few rows", 43, N, 500)
+    for activation in (None, "relu", "silu", "gelu_tanh", "gelu"):
+        case = GemmCase(
+            shape, "NN", BF16, out_dtype, bias_dtype=FP16, activation=activation, alpha=0.5, accumulate=accumulate
+        )
+        run_case(case, swapped(problem(43, N, 500), 128, 2))
+
+
+@on_gpu
+def test_swapped_tiles_are_repeatable_and_ordered_after_the_grid_before() -> None:
+    """A grid is set up while the one before it ends: it may not read that one's output early, nor write what it reads."""
+    torch.manual_seed(1)
+    x = torch.randn(16, 4096, device="cuda").to(BF16)
+    w = (torch.randn(4096, 4096, device="cuda") / 64).to(BF16)
+    p = problem(16, 4096, 4096)
+    configs = [
+        swapped(p, rows, split, share)
+        for rows in (32, 112)
+        for split, share in ((1, 1), (2, 1), (4, 1), (8, 1), (2, 2))
+    ]
+    buffers_ = [torch.empty_like(x) for _ in range(3)]
+    expected: list[torch.Tensor] = []
+    for repeat in range(20):
+        for number, config in enumerate(configs):
+            source = x
+            for turn in range(6):
+                target = buffers_[turn % 3]
+                sm90_launch.run(p, config, GemmTensors(source, w, target))
+                source = target
+            if repeat == 0:
+                chain = x
+                for _ in range(6):
+                    target = torch.empty_like(x)
+                    torch.cuda.synchronize()
+                    sm90_launch.run(p, config, GemmTensors(chain, w, target))
+                    torch.cuda.synchronize()
+                    chain = target
+                expected.append(chain)
+                assert not chain.isnan().any() and chain.float().std() > 0.1
+            assert torch.equal(source, expected[number]), f"{config}, repeat {repeat}"
+
+
+@on_gpu
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize(
+    ("a_dtype", "b_dtype", "scaling", "out_dtype", "accumulate"),
+    [
+        (FP8[0], FP8[0], ("tensor", "tensor"), BF16, False),
+        (FP8[0], FP8[1], ("row", "row"), FP32, True),
+        (FP8[1], FP8[0], ("row", "tensor"), BF16, False),
+        (FP8[0], FP8[0], ("row", "row"), BF16, False),
+        (FP8[1], FP8[0], (None, "row"), FP32, False),
+    ],
+)
+@pytest.mark.parametrize("M", [700, 40])
 def test_fp8(
-    a_dtype: torch.dtype, b_dtype: torch.dtype, out_dtype: torch.dtype, accumulate: bool, promote: bool
+    M: int,
+    a_dtype: torch.dtype,
+    b_dtype: torch.dtype,
+    scaling: tuple[str | None, str | None],
+    out_dtype: torch.dtype,
+    accumulate: bool,
+    fast: bool,
 ) -> None:
-    """Per-tensor scales, bias, tails everywhere; every configuration, several tiles of each."""
-    shape = Shape("tails", 700, 456, 1000)
+    """Scales per tensor and per row, bias, tails everywhere; every configuration, several tiles of each."""
+    shape = Shape("tails", M, 456, 1000)
     p = GemmProblem(
-        shape.M, shape.N, shape.K, "TN", a_dtype, b_dtype, out_dtype, FP32, None, accumulate, "cuda"
+        shape.M, shape.N, shape.K, "TN", a_dtype, b_dtype, out_dtype, FP32, None, accumulate, "cuda", *scaling,
+        fast_accum=fast,
     )  # fmt: skip
     a, b = inputs.spread(shape, FP32, device="cuda")
     a, b = a.to(a_dtype), b.to(b_dtype)
-    scales = torch.tensor([0.3], device="cuda"), torch.tensor([7.0], device="cuda")
-    alpha = float(scales[0]) * float(scales[1])
+    scales: list[torch.Tensor | None] = []
+    values = []
+    for kind, codes in zip(scaling, (a, b), strict=True):
+        shape_of = () if kind == "tensor" else (codes.shape[0],)
+        scale = None if kind is None else torch.rand(shape_of, device="cuda") + 0.25
+        scales.append(scale)
+        factor = torch.ones((), dtype=torch.float64) if scale is None else scale.double()
+        values.append(codes.double() * (factor[:, None] if factor.dim() else factor))
     bias = torch.randn(shape.N, device="cuda")
     addend = torch.randn(shape.M, shape.N, device="cuda") if accumulate else None
-    exact = gemm_reference(a, b, bias=bias, alpha=alpha, addend=addend)
-    u_acc = bounds.hopper_fp8_u_acc(shape.K, promote)
-    bound = bounds.gemm_bound(a, b, out_dtype, bias=bias, alpha=alpha, addend=addend, u_acc=u_acc)
-    for config in candidates(p, promote):
+    exact = gemm_reference(values[0], values[1], bias=bias, addend=addend, alpha=0.5)
+    u_acc = bounds.hopper_fp8_u_acc(shape.K, not fast)
+    bound = bounds.gemm_bound(values[0], values[1], out_dtype, bias=bias, alpha=0.5, addend=addend, u_acc=u_acc)
+    bound += 4 * bounds.U_FP32 * (values[0] @ values[1].mT).abs()  # the scales' products
+    for config in candidates(p)[:: 1 if scaling == ("tensor", "tensor") else 3]:
         out = buffers.poisoned(shape.M, shape.N, out_dtype, "cuda", layout="sliced", addend=addend)
-        sm90_launch.run(p, config, a, b, out.tensor, bias=bias, scales=scales, promote=promote)
+        sm90_launch.run(p, config, GemmTensors(a, b, out.tensor, bias, 0.5, *scales))
         bounds.assert_within(out.tensor, exact, bound, str(config))
         out.assert_guards_intact()
 
 
 @on_gpu
-@pytest.mark.parametrize("promote", [False, True])
-def test_fp8_small_integers_are_exact(promote: bool) -> None:
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(700, 456, 1000), (129, 1025, 640), (40, 904, 2072), (3, 130, 128), (128, 100, 64)]
+)
+def test_fp8_blocks(M: int, N: int, K: int, fast: bool) -> None:
+    """1x128 times 128x128: scales of widely different size, tails everywhere; every configuration. fast_accum changes nothing:
+    scales that change with k are applied in float32."""
+    shape = Shape("tails", M, N, K)
+    p = GemmProblem(
+        M, N, K, "TN", FP8[0], FP8[1], BF16, FP32, None, False, "cuda", "1x128", "128x128", fast_accum=fast
+    )  # fmt: skip
+    a, b = inputs.spread(shape, FP32, device="cuda")
+    a, b = a.to(FP8[0]), b.to(FP8[1])
+    generator = torch.Generator("cuda").manual_seed(3)
+    scale_a = torch.exp2(6 * torch.rand(p.a_scale_shape or (), device="cuda", generator=generator) - 3)
+    scale_b = torch.exp2(6 * torch.rand(p.b_scale_shape or (), device="cuda", generator=generator) - 3)
+    values = (
+        a.double() * expand_scale(scale_a, "1x128", (M, K), True),
+        b.double() * expand_scale(scale_b, "128x128", (N, K), True),
+    )
+    bias = torch.randn(N, device="cuda")
+    exact = gemm_reference(*values, bias=bias, alpha=0.5)
+    u_acc = bounds.hopper_fp8_u_acc(K, True) + bounds.U_FP32
+    bound = bounds.gemm_bound(*values, BF16, bias=bias, alpha=0.5, u_acc=u_acc)
+    bound += 4 * bounds.U_FP32 * (values[0].abs() @ values[1].abs().mT)  # the scales' products
+    for config in candidates(p):
+        out = buffers.poisoned(M, N, BF16, "cuda", layout="sliced")
+        sm90_launch.run(p, config, GemmTensors(a, b, out.tensor, bias, 0.5, scale_a, scale_b))
+        bounds.assert_within(out.tensor, exact, bound, str(config))
+        out.assert_guards_intact()
+
+
+@on_gpu
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_row", "fp8_1x128"])
+@pytest.mark.parametrize("M", [512, 32])
+def test_fp8_products_of_a_linear_layer(M: int, name: str, fast: bool) -> None:
+    """Forward, input gradient and weight gradient through fw.gemm; Hopper's matrix unit wants 8-bit K contiguous, so what is
+    reduced over rows is stored transposed."""
+    N, K = 384, 640
+    generator = torch.Generator("cuda").manual_seed(M)
+    x, w, dy = (torch.randn(shape, device="cuda", generator=generator).to(BF16) for shape in ((M, K), (N, K), (M, N)))
+    w_name = "fp8_128x128" if name == "fp8_1x128" else name
+    quantized = {
+        key: fw.quantize(value, w_name if key == "w" else name, "both", columnwise_transposed=True, backend="native")
+        for key, value in (("x", x), ("w", w), ("dy", dy))
+    }
+    products: list[tuple[str, str, dict[str, bool], str, str]] = [
+        ("x", "w", {"trans_a": False, "trans_b": True}, "rowwise", "rowwise"),
+        ("dy", "w", {"trans_a": False, "trans_b": False}, "rowwise", "columnwise"),
+        ("dy", "x", {"trans_a": True, "trans_b": False}, "columnwise", "columnwise"),
+    ]
+    for a, b, trans, a_direction, b_direction in products:
+        if name == "fp8_1x128" and a_direction == "columnwise":
+            with pytest.raises(NotImplementedError, match="1x128x1x128"):
+                fw.gemm(quantized[a], quantized[b], **trans, backend="hopper")  # type: ignore[arg-type]
+            continue
+        out = fw.gemm(quantized[a], quantized[b], **trans, fast_accum=fast, backend="hopper")  # type: ignore[arg-type]
+        values = [
+            quantized[key].dequantize(torch.float64, direction=direction)
+            for key, direction in ((a, a_direction), (b, b_direction))
+        ]
+        exact = gemm_reference(values[0], values[1], **trans)  # type: ignore[arg-type]
+        reduced = values[0].shape[0 if trans["trans_a"] else 1]
+        u_acc = bounds.hopper_fp8_u_acc(reduced, not fast or name == "fp8_1x128") + 4 * bounds.U_FP32
+        bound = bounds.gemm_bound(values[0], values[1], BF16, **trans, u_acc=u_acc)  # type: ignore[arg-type]
+        bounds.assert_within(out, exact, bound, f"{a} {b}")
+
+
+@on_gpu
+def test_a_kernel_is_kept_for_other_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled once, found again, and its results are the same; a damaged file is compiled anew, and said so."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    a = torch.randn(24, 512, device="cuda").to(BF16)
+    compiled = []
+    real = sm90_launch.compile_kernel
+
+    def compile_kernel(spec: sm90_launch.Specialisation) -> object:
+        compiled.append(spec)
+        return real(spec)
+
+    monkeypatch.setattr(sm90_launch, "compile_kernel", compile_kernel)
+    outs = []
+    for turn in range(3):
+        monkeypatch.setattr(sm90_launch, "_compiled", {})
+        monkeypatch.setattr(sm90_launch, "_local", threading.local())
+        outs.append(fw.gemm(a, a, backend="hopper"))
+        files = list((tmp_path / "fourwave" / "sm90").iterdir())
+        assert len(files) == 1, files
+        assert len(compiled) == (1, 1, 2)[turn]
+        if turn == 1:
+            files[0].write_bytes(b"no object file")
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@on_gpu
+@pytest.mark.parametrize("M", [24, 256])
+def test_warm_up_lets_a_cold_process_capture(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sm90_launch, "_compiled", {})
+    monkeypatch.setattr(sm90_launch, "_local", threading.local())
+    a = torch.randn(M, 512, device="cuda").to(BF16)
+    out = torch.full((M, M), float("nan"), device="cuda").to(BF16)
+    sm90_launch.warm_up(problem(M, M, 512))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fw.gemm(a, a, out=out, backend="hopper")
+    graph.replay()
+    torch.cuda.synchronize()
+    bounds.assert_within(out, gemm_reference(a, a), bounds.gemm_bound(a, a, BF16))
+
+
+@on_gpu
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("M", [300, 20])
+def test_fp8_small_integers_are_exact(M: int, fast: bool) -> None:
     """Sums below 2^11 fit in what the matrix unit keeps: not a bit may differ."""
     generator = torch.Generator().manual_seed(5)
-    a = torch.randint(-2, 3, (300, 500), generator=generator).float().to("cuda").to(FP8[0])
+    a = torch.randint(-2, 3, (M, 500), generator=generator).float().to("cuda").to(FP8[0])
     b = torch.randint(-2, 3, (200, 500), generator=generator).float().to("cuda").to(FP8[0])
-    p = GemmProblem(300, 200, 500, "TN", FP8[0], FP8[0], FP32, device_type="cuda")
-    for config in candidates(p, promote):
-        out = torch.full((300, 200), float("nan"), device="cuda")
-        sm90_launch.run(p, config, a, b, out, promote=promote)
+    p = GemmProblem(M, 200, 500, "TN", FP8[0], FP8[0], FP32, device_type="cuda", fast_accum=fast)
+    for config in candidates(p):
+        out = torch.full((M, 200), float("nan"), device="cuda")
+        sm90_launch.run(p, config, GemmTensors(a, b, out))
         assert torch.equal(out.double(), a.double() @ b.double().mT), str(config)
 
 
 @on_gpu
-def test_promotion_is_more_precise() -> None:
+@pytest.mark.parametrize("M", [256, 128])
+def test_promotion_is_more_precise(M: int) -> None:
     """K = 16384 equal products: the matrix unit's short sum loses what float32 additions keep."""
     K = 16384
-    a = torch.full((128, K), 1.125, device="cuda").to(FP8[0])
-    p = GemmProblem(128, 128, K, "TN", FP8[0], FP8[0], FP32, device_type="cuda")
+    a = torch.full((M, K), 1.125, device="cuda").to(FP8[0])
+    p = GemmProblem(M, M, K, "TN", FP8[0], FP8[0], FP32, device_type="cuda")
     errors = []
-    for promote in (False, True):
-        out = torch.empty(128, 128, device="cuda")
-        sm90_launch.run(p, None, a, a, out, promote=promote)
+    for fast in (True, False):
+        out = torch.empty(M, M, device="cuda")
+        sm90_launch.run(replace(p, fast_accum=fast), None, GemmTensors(a, a, out))
         errors.append(float((out.double() - 1.125**2 * K).abs().max()))
-    assert errors[1] < errors[0] / 4 or errors[0] == errors[1] == 0, errors
+    assert errors[1] < errors[0] / 4, errors
 
 
 @on_gpu

@@ -11,6 +11,7 @@ import torch
 
 from fourwave.backends import guard
 from fourwave.backends.base import Backend, Description
+from fourwave.ops.gemm import sm90_launch
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
@@ -85,15 +86,12 @@ class HopperBackend(Backend):
         chosen: object = config
         if config is None:
             chosen, reasons = default_config(problem)
-        return Description("ops/gemm/sm90.py", ARCH, chosen, list(reasons))  # type: ignore[arg-type]
+        swapped = getattr(chosen, "schedule", None) == "swapped"
+        return Description(f"ops/gemm/sm90{'_swapped' if swapped else ''}.py", ARCH, chosen, list(reasons))  # type: ignore[arg-type]
 
     def run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
-        from fourwave.ops.gemm import sm90_launch
-
-        a, b, out, bias, alpha, *_ = tensors
-        assert out is not None
-        device = a.device
+        device = tensors.a.device
         if device.index == torch.cuda.current_device():
-            return sm90_launch.run(problem, config, a, b, out, bias=bias, alpha=alpha)  # type: ignore[arg-type]
+            return sm90_launch.run(problem, config, tensors)  # type: ignore[arg-type]
         with torch.cuda.device(device):
-            return sm90_launch.run(problem, config, a, b, out, bias=bias, alpha=alpha)  # type: ignore[arg-type]
+            return sm90_launch.run(problem, config, tensors)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""out = act(alpha * acc + bias) (+ out), in float32, rounded once (ties to even) when it is converted.
+"""out = act(alpha * scale_a * scale_b * acc + bias) (+ out), in float32, rounded once (ties to even) when it is converted.
 
 Each consumer warpgroup stores by itself: 64 rows x 128 bytes at a time go through one of its shared-memory buffers, and
 TMA writes them out, clipping what lies outside the matrix, while the next ones are computed. `accumulate` is TMA's
@@ -43,6 +43,7 @@ class Epilogue:
     """What happens to the accumulator of a warpgroup; dtypes are CuTe DSL element types.
 
     buffers  shared-memory buffers of 64 rows x 128 bytes per warpgroup
+    row_scaled, column_scaled  whether each row, each column of the accumulator has a float32 factor of its own
     """
 
     out_dtype: type
@@ -50,6 +51,8 @@ class Epilogue:
     activation: str | None
     accumulate: bool
     buffers: int
+    row_scaled: bool
+    column_scaled: bool
 
     @property
     def columns(self) -> int:
@@ -81,14 +84,34 @@ class Epilogue:
         return cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(accumulator, mma))
 
     @cute.jit
+    def factors(
+        self, scales: cute.Pointer, blocks: cutlass.Constexpr, M: Int32, m0: Int32, alpha: Float32, thread: Int32
+    ):
+        """[2, blocks]: what this thread's rows of each 64-row block, lane / 4 and lane / 4 + 8, are multiplied by.
+
+        Asked for before the products, so that they hide the loads.
+        """
+        factors = cute.make_rmem_tensor((2, blocks), Float32)
+        factors.fill(alpha)
+        if cutlass.const_expr(self.row_scaled):
+            row = m0 + thread // 32 * 16 + thread % 32 // 4
+            for block in cutlass.range_constexpr(blocks):
+                for half in cutlass.range_constexpr(2):
+                    # Past the end any value will do: TMA clips the row.
+                    factors[half, block] = alpha * scales[cutlass.min(row + block * ROWS + half * 8, M - 1)]
+        return factors
+
+    @cute.jit
     def store(
         self, acc: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor, atom: cute.CopyAtom, coordinates: cute.Tensor,
-        bias: cute.Pointer, N: Int32, alpha: Float32, m0: Int32, n0: Int32, thread: Int32, consumer: Int32,
+        bias: cute.Pointer, scales: cute.Pointer, N: Int32, factors: cute.Tensor, m0: Int32, n0: Int32, thread: Int32,
+        consumer: Int32,
     ):  # fmt: skip
         """Store this warpgroup's accumulators, whose first element is row m0, column n0 of the output.
 
         acc     [mma values, 64-row blocks, 1]; a thread's values of a block, in order: for each 8 columns, columns
                 2 * (lane % 4) + {0, 1} of row lane / 4 and of row lane / 4 + 8 (PTX ISA, wgmma's D fragment)
+        scales  of the columns; factors: of the rows
         smem    this warpgroup's buffers, [64, columns, buffer]
         thread  in the warpgroup; consumer: its number, which names its barrier
 
@@ -110,19 +133,26 @@ class Epilogue:
         pair = n0 + 2 * (thread % 4)
         for step in cutlass.range_constexpr(per_block // per_buffer):
             offsets = cute.make_rmem_tensor(per_buffer, Float32)
-            if cutlass.const_expr(self.bias_dtype is not None):
-                for v in cutlass.range_constexpr(0, per_buffer, 4):
-                    for c in cutlass.range_constexpr(2):
-                        column = pair + step * self.columns + 2 * v + c
-                        # Past the end any value will do: TMA clips the column.
-                        value = Float32(bias[cutlass.min(column, N - 1)])
+            columns = cute.make_rmem_tensor(per_buffer, Float32)
+            for v in cutlass.range_constexpr(0, per_buffer, 4):
+                for c in cutlass.range_constexpr(2):
+                    # Past the end any value will do: TMA clips the column.
+                    column = cutlass.min(pair + step * self.columns + 2 * v + c, N - 1)
+                    if cutlass.const_expr(self.bias_dtype is not None):
+                        value = Float32(bias[column])
                         offsets[v + c] = value
                         offsets[v + c + 2] = value
+                    if cutlass.const_expr(self.column_scaled):
+                        scale = scales[column]
+                        columns[v + c] = scale
+                        columns[v + c + 2] = scale
             for block in cutlass.range_constexpr(blocks):
                 values = cute.make_rmem_tensor(per_buffer, Float32)
                 for v in cutlass.range_constexpr(per_buffer):
-                    values[v] = acc[block * per_block + step * per_buffer + v] * alpha
+                    values[v] = acc[block * per_block + step * per_buffer + v] * factors[v // 2 % 2, block]
                 result = values.load()
+                if cutlass.const_expr(self.column_scaled):
+                    result = result * columns.load()
                 if cutlass.const_expr(self.bias_dtype is not None):
                     result = result + offsets.load()
                 result = activate(result, self.activation)

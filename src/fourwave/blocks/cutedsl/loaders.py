@@ -17,6 +17,7 @@ class TmaLoader:
     k_contiguous whether K is the contiguous dimension; wgmma reads both, so nothing is transposed on the way
     num_stages   shared-memory buffers
     multicast    CTAs of the cluster that need the same tile; each loads its share and sends it to all
+    read_extent  what wgmma reads of a tile, where that is more (K contiguous): the rest is whatever lies there
 
     What lies outside the matrix arrives as zeros, so tails need nothing more.
     """
@@ -27,6 +28,7 @@ class TmaLoader:
     k_contiguous: bool
     num_stages: int
     multicast: int
+    read_extent: int = 0
 
     @property
     def major(self):
@@ -42,17 +44,42 @@ class TmaLoader:
         stride = (row_stride, 1) if self.k_contiguous else (1, row_stride)
         return cute.make_tensor(pointer, cute.make_layout((extent, K), stride=stride))
 
+    def _atom(self):
+        kind = warpgroup.SmemLayoutAtomKind.K_SW128 if self.k_contiguous else warpgroup.SmemLayoutAtomKind.MN_SW128
+        return warpgroup.make_smem_layout_atom(kind, self.dtype)
+
+    def stage_layout(self):
+        """[extent, tile_k]."""
+        return cute.tile_to_shape(
+            self._atom(), (self.extent, self.tile_k), order=(0, 1) if self.k_contiguous else (1, 0)
+        )
+
     def smem_layout(self):
         """[extent, tile_k, stage]. Slabs of 64 along a contiguous extent lie one after the other."""
-        kind = warpgroup.SmemLayoutAtomKind.K_SW128 if self.k_contiguous else warpgroup.SmemLayoutAtomKind.MN_SW128
-        atom = warpgroup.make_smem_layout_atom(kind, self.dtype)
         order = (0, 1, 2) if self.k_contiguous else (1, 0, 2)
-        return cute.tile_to_shape(atom, (self.extent, self.tile_k, self.num_stages), order=order)
+        return cute.tile_to_shape(self._atom(), (self.extent, self.tile_k, self.num_stages), order=order)
+
+    @property
+    def smem_elements(self):
+        """Of all stages, with what wgmma reads past the last one."""
+        return (self.num_stages * self.extent + max(self.read_extent - self.extent, 0)) * self.tile_k
+
+    def read_layout(self):
+        """As smem_layout, [read_extent, tile_k, stage], with the stages where they are."""
+        layout = self.smem_layout()
+        if self.read_extent <= self.extent:
+            return layout
+        row = self.tile_k  # 128 bytes; the swizzle has them in groups of 8
+        outer = cute.make_layout(
+            ((8, self.read_extent // 8), (row, 1), (1, self.num_stages)),
+            stride=((row, 8 * row), (1, 0), (0, self.extent * row)),
+        )
+        return cute.make_composed_layout(layout.inner, 0, outer)
 
     def tma(self, matrix):
         """(copy atom, coordinate tensor) for this matrix; called on the host side of the kernel."""
         op = cpasync.CopyBulkTensorTileG2SOp() if self.multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
-        stage = cute.slice_(self.smem_layout(), (None, None, 0))
+        stage = self.stage_layout()
         return cpasync.make_tiled_tma_atom(op, matrix, stage, (self.extent, self.tile_k), num_multicast=self.multicast)
 
     def partition(self, atom, coordinates, smem, rank):

@@ -1,9 +1,10 @@
-"""GEMM for Hopper: out[M, N] = act(alpha * scale_a * scale_b * sum_k a[m, k] * b[n, k] + bias[n]) (+ out).
+"""GEMM for Hopper: out[M, N] = act(alpha * scale_a[m] * scale_b[n] * sum_k a[m, k] * b[n, k] + bias[n]) (+ out).
 
 a, b    bfloat16 or float16, each with either dimension contiguous; or float8_e4m3fn and float8_e5m2 in any pair, K
         contiguous (wgmma reads 8-bit operands no other way). Accumulated in float32; of FP8 the matrix unit keeps about
         14 bits of a sum, so `promote` moves it to float32 registers after each stage, 128 k
-scale_* float32 scalars in device memory, or absent
+scale_* float32 in device memory: one, or one per row of a and of b; or absent; or, of FP8 with `promote`, one of a for each
+        128 k of a row and one of b for 128 n x 128 k, which multiply what each stage adds
 out     float32, bfloat16 or float16, N contiguous
 
 A CTA has one producer warpgroup, of which one thread works, and `consumers` consumer warpgroups. CTAs are persistent:
@@ -88,10 +89,17 @@ class Gemm:
     """One specialisation: __call__ is the launcher, kernel the device code."""
 
     def __init__(
-        self, geo: Geometry, loader_a: TmaLoader, loader_b: TmaLoader, epilogue: Epilogue, scaled: bool, promote: bool
-    ):
+        self, geo: Geometry, loader_a: TmaLoader, loader_b: TmaLoader, epilogue: Epilogue, a_scaling: str | None,
+        b_scaling: str | None, promote: bool, overlap: bool,
+    ):  # fmt: skip
+        """*_scaling: None, "tensor" (one scale) or "row"; or "1x128" of a with "128x128" of b, and `promote`."""
         self.geo, self.loader_a, self.loader_b, self.epilogue = geo, loader_a, loader_b, epilogue
-        self.scaled, self.promote = scaled, promote
+        self.a_scaling, self.b_scaling, self.promote, self.overlap = a_scaling, b_scaling, promote, overlap
+
+    @property
+    def parts(self) -> int:
+        """Of a tile's columns, with promotion: two warpgroups need more than each other to fill the time of additions."""
+        return 2 if self.promote and self.geo.consumers < 3 else 1
 
     @cute.jit
     def __call__(
@@ -115,6 +123,7 @@ class Gemm:
             cluster=(geo.cluster_m * geo.cluster_n, 1, 1),
             min_blocks_per_mp=1,
             stream=stream,
+            use_pdl=self.overlap,
         )  # fmt: skip
 
     @cute.kernel
@@ -126,6 +135,9 @@ class Gemm:
         geo, loader_a, loader_b, epilogue = self.geo, self.loader_a, self.loader_b, self.epilogue
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if cutlass.const_expr(self.overlap):
+            # The next grid may take what this one leaves free, and be set up; it waits below for this one to end.
+            cute.arch.griddepcontrol_launch_dependents()
         if warp == 0:
             cpasync.prefetch_descriptor(tma_a)
             cpasync.prefetch_descriptor(tma_b)
@@ -168,6 +180,8 @@ class Gemm:
         num_clusters = cute.arch.grid_dim()[0] // (geo.cluster_m * geo.cluster_n)
         first_tile = cute.arch.block_idx()[0] // (geo.cluster_m * geo.cluster_n)
         pipeline.pipeline_init_wait(cluster_shape_mn=(geo.cluster_m, geo.cluster_n))
+        if cutlass.const_expr(self.overlap):
+            cute.arch.griddepcontrol_wait()
 
         warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
         producer_registers, consumer_registers = REGISTERS[geo.consumers]
@@ -207,7 +221,7 @@ class Gemm:
             # Consumers.
             cute.arch.setmaxregister_increase(consumer_registers)
             consumer = warpgroup_index - 1
-            mma = mma_block.tiled_mma(loader_a, loader_b, geo.tile_n)
+            mma = mma_block.tiled_mma(loader_a, loader_b, geo.tile_n // self.parts)
             slice_ = mma.get_slice(0)
             row_block = Int32(0)
             if cutlass.const_expr(not geo.pingpong):
@@ -216,11 +230,16 @@ class Gemm:
             operand_a = mma.make_fragment_A(slice_.partition_A(own_a))
             operand_b = mma.make_fragment_B(slice_.partition_B(smem_b))
             acc = cute.make_rmem_tensor(mma.partition_shape_C((geo.warpgroup_m, geo.tile_n)), Float32)
-            total = acc
+            parts_b = ()
             if cutlass.const_expr(self.promote):
-                total = cute.make_rmem_tensor(mma.partition_shape_C((geo.warpgroup_m, geo.tile_n)), Float32)
-            if cutlass.const_expr(self.scaled):
-                alpha = alpha * scale_a[0] * scale_b[0]
+                for i in cutlass.range_constexpr(self.parts):
+                    shape = geo.tile_n // self.parts, loader_b.tile_k, geo.num_stages
+                    part = cute.local_tile(smem_b, shape, (i, 0, 0))
+                    parts_b = (*parts_b, mma.make_fragment_B(slice_.partition_B(part)))
+            if cutlass.const_expr(self.a_scaling == "tensor"):
+                alpha = alpha * scale_a[0]
+            if cutlass.const_expr(self.b_scaling == "tensor"):
+                alpha = alpha * scale_b[0]
             own_out = cute.local_tile(
                 smem_out, (smem_out.shape[0], smem_out.shape[1], epilogue.buffers), (0, 0, consumer)
             )
@@ -239,10 +258,15 @@ class Gemm:
                 m_tile, n_tile = tile_of(tile, tiles_m, tiles_n, group, geo.along)
                 m_tile = m_tile * geo.cluster_m + place[0]
                 n_tile = n_tile * geo.cluster_n + place[1]
+                m0 = m_tile * geo.tile_m + row_block * geo.warpgroup_m
+                factors = epilogue.factors(scale_a, geo.warpgroup_m // 64, M, m0, alpha, thread % WARPGROUP)
                 if cutlass.const_expr(self.promote):
+                    row = m0 + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
+                    rows, columns = mma_block.scale_offsets(M, N, row, n_tile * geo.tile_n, k_tiles, geo.tile_n // 64)
                     read, release = mma_block.accumulate_promoted(
-                        pipe, read, release, mma, acc, total, operand_a, operand_b, k_tiles
-                    )
+                        pipe, read, release, mma, acc, operand_a, parts_b, k_tiles, scale_a, scale_b, rows, columns,
+                        self.a_scaling == "1x128",
+                    )  # fmt: skip
                 else:
                     if cutlass.const_expr(geo.pingpong):
                         cute.arch.barrier(barrier_id=TURN + consumer, number_of_threads=2 * WARPGROUP)
@@ -251,8 +275,8 @@ class Gemm:
                         cute.arch.barrier_arrive(barrier_id=TURN + 1 - consumer, number_of_threads=2 * WARPGROUP)
                     release = mma_block.finish(pipe, release)
                 epilogue.store(
-                    total, mma, own_out, tma_out, coordinates_out, bias, N, alpha,
-                    m_tile * geo.tile_m + row_block * geo.warpgroup_m, n_tile * geo.tile_n, thread % WARPGROUP, consumer,
+                    acc, mma, own_out, tma_out, coordinates_out, bias, scale_b, N, factors, m0, n_tile * geo.tile_n,
+                    thread % WARPGROUP, consumer,
                 )  # fmt: skip
                 if cutlass.const_expr(geo.pingpong):
                     read.advance((geo.consumers - 1) * k_tiles)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import threading
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,11 +12,19 @@ from typing import Any
 import torch
 
 from fourwave.backends import guard
-from fourwave.ops.gemm.problem import GemmProblem
-from fourwave.ops.gemm.sm90_config import MAX_STRIDE_BYTES, HopperConfig, default_config, why_unsupported
+from fourwave.ops.gemm import sm90_cache
+from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+from fourwave.ops.gemm.sm90_config import (
+    MAX_STRIDE_BYTES,
+    NUM_SMS,
+    HopperConfig,
+    clusters,
+    default_config,
+    promotes,
+    single_tile,
+    why_unsupported,
+)
 
-Tensor = torch.Tensor
-Scales = tuple[Tensor, Tensor] | None
 MAX_PLANS = 4096  # kept per thread: sizes that change with every batch must not fill the memory
 ALIGN_BYTES = 16  # of bases and row strides, for TMA
 
@@ -33,16 +42,21 @@ class Specialisation:
     bias_dtype: torch.dtype | None
     activation: str | None
     accumulate: bool
-    scaled: bool = False
-    promote: bool = False
+    a_scaling: str | None
+    b_scaling: str | None
+    promote: bool
+    single: bool
+    vector: bool
 
 
 def specialise(
-    problem: GemmProblem, config: HopperConfig, scaled: bool = False, promote: bool = False
+    problem: GemmProblem, config: HopperConfig, num_sms: int = NUM_SMS, vector: bool = True
 ) -> Specialisation:
+    """vector: rows of out and their starts allow stores of 4 elements; only a swapped tile cares."""
+    single = config.schedule == "swapped" and single_tile(problem, config, num_sms)
     return Specialisation(
         replace(config, group=1), problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype, problem.bias_dtype,
-        problem.activation, problem.accumulate, scaled, promote,
+        problem.activation, problem.accumulate, problem.a_scaling, problem.b_scaling, promotes(problem), single, vector,
     )  # fmt: skip
 
 
@@ -64,7 +78,7 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
 
     from fourwave.blocks.cutedsl.epilogue import Epilogue
     from fourwave.blocks.cutedsl.loaders import TmaLoader
-    from fourwave.ops.gemm import sm90
+    from fourwave.ops.gemm import sm90, sm90_swapped
 
     types: dict[torch.dtype | None, Any] = {
         torch.float32: cutlass.Float32, torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, None: None,
@@ -74,14 +88,40 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
     a_type, b_type, out_type, bias_type = (
         types[dtype] for dtype in (spec.a_dtype, spec.b_dtype, spec.out_dtype, spec.bias_dtype)
     )
-    kernel = sm90.Gemm(
-        sm90.geometry(config),
-        TmaLoader(a_type, config.tile_m, config.tile_k, spec.layout != "NT", config.num_stages, config.cluster_n),
-        TmaLoader(b_type, config.tile_n, config.tile_k, spec.layout == "TN", config.num_stages, config.cluster_m),
-        Epilogue(out_type, bias_type, spec.activation, spec.accumulate, config.store_stages),
-        spec.scaled,
-        spec.promote,
-    )
+    kernel: Any
+    if config.schedule == "swapped":
+        kernel = sm90_swapped.SwappedGemm(
+            config.tile_n, config.tile_m, config.num_stages, config.split, config.cluster_n,
+            TmaLoader(
+                b_type, config.tile_n, config.tile_k, spec.layout == "TN", config.num_stages, 1,
+                -(-config.tile_n // 64) * 64,
+            ),
+            TmaLoader(a_type, config.tile_m, config.tile_k, True, config.num_stages, config.cluster_n),
+            out_type, bias_type, spec.activation, spec.accumulate, spec.a_scaling, spec.b_scaling, spec.promote,
+            spec.single, spec.vector, config.overlap,
+        )  # fmt: skip
+    else:
+        kernel = sm90.Gemm(
+            sm90.geometry(config),
+            TmaLoader(a_type, config.tile_m, config.tile_k, spec.layout != "NT", config.num_stages, config.cluster_n),
+            TmaLoader(b_type, config.tile_n, config.tile_k, spec.layout == "TN", config.num_stages, config.cluster_m),
+            Epilogue(
+                out_type,
+                bias_type,
+                spec.activation,
+                spec.accumulate,
+                config.store_stages,
+                spec.a_scaling == "row",
+                spec.b_scaling == "row",
+            ),
+            spec.a_scaling,
+            spec.b_scaling,
+            spec.promote,
+            config.overlap,
+        )
+    out_align = ALIGN_BYTES
+    if config.schedule == "swapped":
+        out_align = spec.out_dtype.itemsize * (4 if spec.vector else 1)
 
     def pointer(dtype: Any, align: int | None = None) -> Any:
         return make_ptr(dtype, 0, cute.AddressSpace.gmem, assumed_align=align)
@@ -94,7 +134,7 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
         kernel,
         pointer(a_type, ALIGN_BYTES),
         pointer(b_type, ALIGN_BYTES),
-        pointer(out_type, ALIGN_BYTES),
+        pointer(out_type, out_align),
         pointer(bias_type or out_type),
         pointer(Float32),
         pointer(Float32),
@@ -103,17 +143,17 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
     )  # fmt: skip
 
 
-class _Block(ctypes.Structure):
-    """The launcher's run-time arguments (sm90.Gemm.__call__), in its order, and what it returns."""
-
-    _fields_ = (
-        ("a", ctypes.c_uint64), ("b", ctypes.c_uint64), ("out", ctypes.c_uint64), ("bias", ctypes.c_uint64),
-        ("scale_a", ctypes.c_uint64), ("scale_b", ctypes.c_uint64),
-        ("M", ctypes.c_int32), ("N", ctypes.c_int32), ("K", ctypes.c_int32),
-        ("a_stride", ctypes.c_int64), ("b_stride", ctypes.c_int64), ("out_stride", ctypes.c_int64),
-        ("alpha", ctypes.c_float), ("num_clusters", ctypes.c_int32), ("group", ctypes.c_int32), ("stream", ctypes.c_uint64),
-        ("result", ctypes.c_int32),
-    )  # fmt: skip
+# The launcher's run-time arguments (sm90.Gemm.__call__), in its order, with their formats; the last is what it returns.
+_ARGUMENTS = {
+    "a": "Q", "b": "Q", "out": "Q", "bias": "Q", "scale_a": "Q", "scale_b": "Q", "M": "i", "N": "i", "K": "i",
+    "a_stride": "q", "b_stride": "q", "out_stride": "q", "alpha": "f", "num_clusters": "i", "group": "i", "stream": "Q",
+    "result": "i",
+}  # fmt: skip
+# How they lie in a plan's block: what changes with every call first, so that one call writes it.
+_PER_CALL = ("a", "b", "out", "bias", "scale_a", "scale_b", "stream", "alpha")
+_ORDER = (*_PER_CALL, *(name for name in _ARGUMENTS if name not in _PER_CALL))
+_pack_call = struct.Struct("@" + "".join(_ARGUMENTS[name] for name in _PER_CALL)).pack_into
+_RESULT = struct.calcsize("@" + "".join(_ARGUMENTS[name] for name in _ORDER)) - 4
 
 
 class _Plan:
@@ -128,26 +168,34 @@ class _Plan:
     ):
         tiles_m = -(-problem.M // (config.tile_m * config.cluster_m))
         tiles_n = -(-problem.N // (config.tile_n * config.cluster_n))
-        block = self.block = _Block(M=problem.M, N=problem.N, K=problem.K)
-        block.a_stride, block.b_stride, block.out_stride = strides
-        block.group = config.group
-        block.num_clusters = min(tiles_m * tiles_n, num_sms // config.cluster_size)
-        base = ctypes.addressof(block)
-        addresses = [base + getattr(_Block, name).offset for name, *_ in _Block._fields_]
-        self._packed = (ctypes.c_void_p * len(addresses))(*addresses)
+        values = dict.fromkeys(_ARGUMENTS, 0) | {
+            "M": problem.M, "N": problem.N, "K": problem.K, "a_stride": strides[0], "b_stride": strides[1],
+            "out_stride": strides[2], "num_clusters": min(tiles_m * tiles_n, clusters(config, num_sms)), "group": config.group,
+        }  # fmt: skip
+        self._block = bytearray(struct.pack("@" + "".join(_ARGUMENTS[n] for n in _ORDER), *(values[n] for n in _ORDER)))
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self._block))
+        offsets = {
+            name: struct.calcsize("@" + "".join(_ARGUMENTS[n] for n in _ORDER[: i + 1]))
+            - struct.calcsize(_ARGUMENTS[name])
+            for i, name in enumerate(_ORDER)
+        }
+        self._packed = (ctypes.c_void_p * len(_ARGUMENTS))(*(base + offsets[name] for name in _ARGUMENTS))
+        self._result = ctypes.c_int32.from_buffer(self._block, _RESULT)
         self._executor = executor  # keeps the module loaded
         self._function = executor.capi_func
 
-    def launch(self, a: int, b: int, out: int, bias: Tensor | None, scales: Scales, alpha: float, stream: int) -> None:
-        block = self.block
-        block.a, block.b, block.out, block.alpha, block.stream = a, b, out, alpha, stream
-        if bias is not None:
-            block.bias = bias.data_ptr()
-        if scales is not None:
-            block.scale_a, block.scale_b = scales[0].data_ptr(), scales[1].data_ptr()
+    def launch(self, a: int, b: int, out: int, tensors: GemmTensors, stream: int) -> None:
+        bias, scale_a, scale_b = tensors.bias, tensors.a_scale, tensors.b_scale
+        _pack_call(
+            self._block, 0, a, b, out,
+            0 if bias is None else bias.data_ptr(),
+            0 if scale_a is None else scale_a.data_ptr(),
+            0 if scale_b is None else scale_b.data_ptr(),
+            stream, tensors.alpha,
+        )  # fmt: skip
         self._function(self._packed)
-        if block.result:
-            raise RuntimeError(f"the launch failed with CUDA error {block.result}")
+        if self._result.value:
+            raise RuntimeError(f"the launch failed with CUDA error {self._result.value}")
 
 
 @functools.lru_cache(maxsize=16)
@@ -156,7 +204,7 @@ def _num_sms(device: int) -> int:
 
 
 def _executor(spec: Specialisation) -> Any:
-    """The loaded kernel; compiled at its first use."""
+    """The loaded kernel; compiled at its first use, if no process has done so before."""
     executor = _compiled.get(spec)
     if executor is not None:
         return executor
@@ -168,91 +216,100 @@ def _executor(spec: Specialisation) -> Any:
     with _lock:
         executor = _compiled.get(spec)
         if executor is None:
-            executor = _compiled[spec] = compile_kernel(spec).to(None)
+            guard.import_cutlass()
+            compiled = sm90_cache.load(spec)
+            if compiled is None:
+                compiled = compile_kernel(spec)
+                sm90_cache.store(spec, compiled)
+            executor = _compiled[spec] = compiled.to(None)
     return executor
 
 
-def run(
-    problem: GemmProblem,
-    config: HopperConfig | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    alpha: float = 1.0,
-    scales: Scales = None,
-    promote: bool = False,
-) -> list[str]:
-    """out[M, N] = act(alpha * scale_a * scale_b * op(a) @ op(b) + bias) (+ out) on the current device.
+def warm_up(problem: GemmProblem, config: HopperConfig | None = None) -> None:
+    """Have the kernel for `problem` ready, so that neither the first call nor a graph's capture has to compile it.
 
-    a, b    as stored (GemmProblem.a_shape, b_shape), inner stride 1, any row stride
-    out     [M, N], inner stride 1, any row stride; nothing outside it is written
-    bias    [N] contiguous, or None
-    scales  (scale_a, scale_b), one float32 element each, or None
-    promote FP8 only: float32 additions sum what the matrix unit makes of each 128 k (sm90.py)
+    Operands and out count as aligned (16 bytes, rows too); others may need another kernel. Raises NotImplementedError
+    where there is no kernel.
+    """
+    if (reason := why_unsupported(problem, config)) is not None:
+        raise NotImplementedError(reason)
+    chosen = config or default_config(problem)[0]
+    swapped = chosen.schedule == "swapped"
+    if problem.accumulate and problem.out_dtype != torch.float32 and not swapped:
+        problem = replace(problem, out_dtype=torch.float32, accumulate=False)
+        chosen = chosen if why_unsupported(problem, chosen) is None else default_config(problem)[0]
+    vector = not swapped or problem.N % 4 == 0
+    _executor(specialise(problem, chosen, _num_sms(torch.cuda.current_device()), vector))
+
+
+def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors) -> list[str]:
+    """Run the problem on the current device.
+
     Returns notes, such as which operand had to be copied. Raises NotImplementedError (why_unsupported), RuntimeError
     when a kernel would have to be compiled while a CUDA graph is captured.
     """
+    a, b, out = tensors.a, tensors.b, tensors.out
+    assert out is not None
     device = a.device.index
-    key = (problem, config, device, a.stride(0), b.stride(0), out.stride(0), scales is None, promote, True)
-    plans = _local.__dict__.get("plans")
-    if plans is None:
-        plans = _local.plans = {}
-    plan = plans.get(key)
+    recent = _local.__dict__.get("recent")
+    if recent is None:
+        recent = _local.recent = {}
+        _local.plans = {}
+    # By identity: hashing a problem's fields takes longer than a launch. An entry keeps its objects, so no id returns.
+    entry = recent.get((id(problem), id(config), device, a.stride(0), b.stride(0), out.stride(0)))
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
-    if plan is None or (pointers[0] | pointers[1] | pointers[2]) % ALIGN_BYTES:
-        return _prepare(plans, device, problem, config, a, b, out, bias, alpha, scales, promote)
-    plan.launch(*pointers, bias, scales, alpha, torch._C._cuda_getCurrentRawStream(device))
+    if entry is None or (pointers[0] | pointers[1] | pointers[2]) % ALIGN_BYTES:
+        return _prepare(device, problem, config, tensors, out)
+    entry[0].launch(*pointers, tensors, torch._C._cuda_getCurrentRawStream(device))
     return []
 
 
 def _prepare(
-    plans: dict[Any, _Plan],
     device: int,
     problem: GemmProblem,
     config: HopperConfig | None,
-    a: torch.Tensor,
-    b: torch.Tensor,
+    tensors: GemmTensors,
     out: torch.Tensor,
-    bias: torch.Tensor | None,
-    alpha: float,
-    scales: Scales,
-    promote: bool,
 ) -> list[str]:
     """The first call of its kind, and every call with operands that TMA cannot address."""
-    if (reason := why_unsupported(problem, config, promote)) is not None:
+    if (reason := why_unsupported(problem, config)) is not None:
         raise NotImplementedError(reason)
-    if problem.accumulate and problem.out_dtype != torch.float32:
+    chosen = config or default_config(problem)[0]
+    swapped = chosen.schedule == "swapped"
+    if problem.accumulate and problem.out_dtype != torch.float32 and not swapped:
         # TMA would add numbers that are already rounded to out's type. Add in float32, round once.
         total = torch.empty((problem.M, problem.N), dtype=torch.float32, device=out.device)
-        plain = GemmProblem(
-            problem.M, problem.N, problem.K, problem.layout, problem.a_dtype, problem.b_dtype, torch.float32,
-            problem.bias_dtype, problem.activation, False, problem.device_type,
-        )  # fmt: skip
-        fitting = config if config is None or why_unsupported(plain, config, promote) is None else None
-        notes = run(plain, fitting, a, b, total, bias=bias, alpha=alpha, scales=scales, promote=promote)
+        plain = replace(problem, out_dtype=torch.float32, accumulate=False)
+        fitting = config if config is None or why_unsupported(plain, config) is None else None
+        notes = run(plain, fitting, tensors._replace(out=total))
         out.copy_(total.add_(out))
         return [*notes, f"accumulated through a float32 buffer: out is {problem.out_dtype}"]
     notes = []
-    a, b = _aligned("a", a, notes), _aligned("b", b, notes)
+    a, b = _aligned("a", tensors.a, notes), _aligned("b", tensors.b, notes)
     target = out
-    if (reason := _misaligned(out) or _partial_chunk(out)) is not None:
+    if not swapped and (reason := _misaligned(out) or _partial_chunk(out)) is not None:
         notes.append(f"out written through a copy: {reason}")
         target = _padded(out, copy=problem.accumulate)
-    chosen = config or default_config(problem, promote)[0]
     strides = (_row_stride(a), _row_stride(b), _row_stride(target))
-    key = (
-        problem, config, device, a.stride(0), b.stride(0), target.stride(0), scales is None, promote, target is out
-    )  # fmt: skip
+    vector = True
+    if swapped:
+        quad = 4 * out.element_size()
+        vector = problem.N % 4 == 0 and (out.data_ptr() | strides[2] * out.element_size()) % quad == 0
+    plans, recent = _local.plans, _local.recent
+    key = problem, config, device, strides, vector
     plan = plans.get(key)
     if plan is None:
-        executor = _executor(specialise(problem, chosen, scales is not None, promote))
+        executor = _executor(specialise(problem, chosen, _num_sms(device), vector))
         if len(plans) >= MAX_PLANS:
             plans.clear()
         plan = plans[key] = _Plan(chosen, executor, problem, strides, _num_sms(device))
+    if a is tensors.a and b is tensors.b and target is out and (vector or out.data_ptr() % ALIGN_BYTES == 0):
+        # The next call with these strides and aligned bases needs none of the above.
+        if len(recent) >= MAX_PLANS:
+            recent.clear()
+        recent[id(problem), id(config), device, a.stride(0), b.stride(0), out.stride(0)] = plan, problem, config
     stream = torch._C._cuda_getCurrentRawStream(device)
-    plan.launch(a.data_ptr(), b.data_ptr(), target.data_ptr(), bias, scales, alpha, stream)
+    plan.launch(a.data_ptr(), b.data_ptr(), target.data_ptr(), tensors, stream)
     if target is not out:
         out.copy_(target)
     return notes

@@ -1,0 +1,72 @@
+"""Compiled Hopper kernels on disk, so that another process need not compile them again.
+
+One object file per specialisation, named by a hash of the specialisation, of the kernels' sources and of CuTe DSL's version:
+what was compiled from other sources is never found. Files are written under another name and then renamed, so processes
+may share the folder. Nothing depends on the cache: a file that cannot be written or read costs a compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from fourwave import env
+
+logger = logging.getLogger("fourwave.dispatch")
+
+
+def directory() -> Path:
+    return env.cache_dir() / "sm90"
+
+
+@functools.lru_cache(maxsize=1)
+def _fingerprint() -> str:
+    """Of all that a kernel is compiled from besides its specialisation."""
+    package = Path(__file__).parents[2]
+    sources = sorted([*(package / "blocks" / "cutedsl").glob("*.py"), *(package / "ops" / "gemm").glob("sm90*.py")])
+    digest = hashlib.sha256()
+    for source in sources:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    for distribution in ("nvidia-cutlass-dsl", "nvidia-cutlass-dsl-libs-base"):
+        try:
+            digest.update(importlib.metadata.version(distribution).encode() + b"\0")
+        except importlib.metadata.PackageNotFoundError:
+            digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def _name(spec: object) -> str:
+    return "fourwave_" + hashlib.sha256(f"{_fingerprint()} {spec!r}".encode()).hexdigest()[:40]
+
+
+def load(spec: object) -> Any:
+    """CuTe DSL's compiled function of an earlier process, or None."""
+    name = _name(spec)
+    path = directory() / f"{name}.o"
+    if not path.is_file():
+        return None
+    from cutlass.cute.runtime import load_module
+
+    try:
+        return getattr(load_module(str(path)), name)
+    except Exception as error:  # whatever a damaged file makes of the loader
+        logger.warning("the cached kernel %s cannot be loaded (%s): it is compiled again", path, error)
+        return None
+
+
+def store(spec: object, compiled: Any) -> None:
+    """Keep CuTe DSL's compiled function."""
+    name = _name(spec)
+    try:
+        directory().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory()) as folder:
+            compiled.export_to_c(folder, name)
+            os.replace(Path(folder) / f"{name}.o", directory() / f"{name}.o")
+    except Exception as error:  # a full disk, a folder that cannot be written, an exporter that fails
+        logger.warning("the kernel cannot be kept in %s: %s", directory(), error)

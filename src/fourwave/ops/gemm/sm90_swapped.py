@@ -1,0 +1,334 @@
+"""GEMM with few rows for Hopper: out[M, N] = act(alpha * scale_a[m] * scale_b[n] * sum_k a[m, k] * b[n, k] + bias[n]) (+ out).
+
+With few rows the time is that of reading b. So b is wgmma's first operand, whose 64 rows it fills, and a, the few rows, its
+second, whose extent goes down to 8: out is computed transposed. The reduction is split over the CTAs of a cluster so that
+all multiprocessors read.
+
+a       [M, K], K contiguous;  b  [N, K] or [K, N], either dimension contiguous (8-bit floats: K)
+        bfloat16 or float16, one for both; or float8_e4m3fn and float8_e5m2 in any pair. Accumulated in float32; `promote`
+        as in sm90.py
+scale_* as in sm90.py
+out     float32, bfloat16 or float16, N contiguous, any row stride, any base
+
+A cluster of `split` times `share` CTAs computes tiles c, c + clusters, ... of share * rows x tokens elements of out
+transposed, `rows` of b per CTA by `tokens` of a; tiles that share rows follow each other. The p-th `share` CTAs of it take
+the p-th part of the k steps: their tiles of a are the same, and each loads its share of them for all. Each CTA has one or two
+consumer warpgroups, 64 rows each, and one producer warp:
+
+Producer, for every tile and k step: wait until the stage is empty, then TMA both operands' tiles into it.
+Consumer, for every tile: for each k step wait until the stage is full, issue its wgmmas, wait for those of the step before
+and release that one's stage; write the sums to shared memory as `partial` [token, row]; when all CTAs of the cluster have,
+read every split-th token from each of them, add in the order of their ranks, and store. So the order of summation depends
+on the shape and the configuration only.
+
+A tile has up to 128 rows, in steps of 16 where K is contiguous, so that a weight can be cut into as many equal tiles as there
+are clusters. wgmma reads 64 rows per consumer warpgroup all the same; what it makes of the rest is dropped.
+
+Barriers
+  full, empty [stage]   as in sm90.py; empty counts the consumer warps of the CTAs that share a
+  ready   `split` arrivals, of the CTAs that have parts of one tile: its partial is written. The consumers wait, then read.
+  free    `split` arrivals, of the same: it has read. The consumers wait before they write the next partial, and before
+          they end, since another CTA may still be reading theirs.
+  named barrier 1       the consumers' threads
+
+Where the launch allows it, a grid starts while the one before it ends (programmatic dependent launch): until
+griddepcontrol.wait it only sets up and asks for its first tiles of b to be brought into L2, which is coherent, so that it
+does not matter whether the grid before still writes them. Two CTAs fit into one SM where the configuration takes less than
+half its shared memory; then the next grid is there from the start of this one.
+
+Source  PTX ISA 8.x: wgmma, cp.async.bulk.tensor, mbarrier, mapa, griddepcontrol.
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from fourwave.blocks.cutedsl import mma as mma_block
+from fourwave.blocks.cutedsl import reduction
+from fourwave.blocks.cutedsl.loaders import TmaLoader
+from fourwave.blocks.cutedsl.mma import WARPGROUP
+
+ROWS = 64  # of a consumer warpgroup
+AHEAD_BYTES = 32 * 1024  # of b that a CTA asks for while the grid before runs; with more, both got slower
+SMEM_ALIGN = 1024
+
+
+@dataclass(frozen=True)
+class SwappedGemm:
+    """One specialisation: __call__ is the launcher, kernel the device code.
+
+    rows, tokens  tile of b and of a; loader_b and loader_a bring them
+    single        no cluster has more than one tile: `partial` may lie over the stages, which are read by then
+    vector        rows of out start at multiples of 4 elements and N is one: stores of 4 elements
+    """
+
+    rows: int
+    tokens: int
+    num_stages: int
+    split: int
+    share: int
+    loader_b: TmaLoader
+    loader_a: TmaLoader
+    out_dtype: type
+    bias_dtype: type | None
+    activation: str | None
+    accumulate: bool
+    a_scaling: str | None
+    b_scaling: str | None
+    promote: bool
+    single: bool
+    vector: bool
+    overlap: bool
+
+    @property
+    def consumers(self) -> int:
+        return -(-self.rows // ROWS)
+
+    @property
+    def consumer_threads(self) -> int:
+        return WARPGROUP * self.consumers
+
+    @property
+    def partial_elements(self) -> int:
+        """Of a buffer of its own."""
+        return 4 if self.single else reduction.partial_elements(ROWS * self.consumers, self.tokens)
+
+    @property
+    def elements_a(self) -> int:
+        """Of a's stages, which lie after b's and are extended where those two together are smaller than `partial`."""
+        elements = self.loader_a.smem_elements
+        if self.single:
+            partial = reduction.partial_elements(ROWS * self.consumers, self.tokens) * 32 // self.loader_a.dtype.width
+            elements += max(0, partial - self.loader_b.smem_elements - elements)
+        return elements
+
+    @cute.jit
+    def release(self, barrier: cute.Pointer, part: Int32, thread: Int32):
+        """A warp has read a stage: tell the CTAs whose loads reach it."""
+        if cutlass.const_expr(self.share == 1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(barrier)
+        elif thread % 32 < self.share:
+            cute.arch.mbarrier_arrive(barrier, part * self.share + thread % 32)
+
+    @cute.jit
+    def scale_offsets(self, M: Int32, N: Int32, m0: Int32, n0: Int32, k_tiles: Int32, thread: Int32):
+        """Where the scales of b ([N / 128, k_tiles]) for this thread's two rows begin, and those of a ([M, k_tiles]) for each
+        of its tokens, in the order of its values. Past the end any will do: what they scale is not stored."""
+        row = n0 + thread // 32 * 16 + thread % 32 // 4
+        rows = cute.make_rmem_tensor(2, Int64)
+        for half in cutlass.range_constexpr(2):
+            rows[half] = Int64(cutlass.min(row + 8 * half, N - 1) // 128) * k_tiles
+        tokens = cute.make_rmem_tensor(self.tokens // 4, Int32)
+        for i in cutlass.range_constexpr(self.tokens // 4):
+            token = m0 + i // 2 * 8 + thread % 4 * 2 + i % 2
+            tokens[i] = cutlass.min(token, M - 1) * k_tiles
+        return rows, tokens
+
+    @cute.jit
+    def __call__(
+        self, a: cute.Pointer, b: cute.Pointer, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer,
+        scale_b: cute.Pointer, M: Int32, N: Int32, K: Int32,
+        a_stride: Int64, b_stride: Int64, out_stride: Int64, alpha: Float32, num_clusters: Int32, group: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        """As sm90.Gemm.__call__; group is not used."""
+        tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
+        tma_b, coordinates_b = self.loader_b.tma(self.loader_b.matrix(b, N, K, b_stride))
+        self.kernel(
+            tma_a, coordinates_a, tma_b, coordinates_b, out, out_stride, bias, scale_a, scale_b, M, N, K, alpha
+        ).launch(
+            grid=(num_clusters * self.split * self.share, 1, 1),
+            block=(self.consumer_threads + 32, 1, 1),
+            cluster=(self.split * self.share, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=self.overlap,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
+        out: cute.Pointer, out_stride: Int64, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer,
+        M: Int32, N: Int32, K: Int32, alpha: Float32,
+    ):  # fmt: skip
+        loader_a, loader_b, split, share = self.loader_a, self.loader_b, self.split, self.share
+        cluster = split * share
+        thread = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if cutlass.const_expr(self.overlap):
+            cute.arch.griddepcontrol_launch_dependents()
+        layout_a, layout_b, read_b = loader_a.smem_layout(), loader_b.smem_layout(), loader_b.read_layout()
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, self.num_stages]
+            empty: cute.struct.MemRange[Int64, self.num_stages]
+            ready: cute.struct.MemRange[Int64, 1]
+            free: cute.struct.MemRange[Int64, 1]
+            b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, loader_b.smem_elements], SMEM_ALIGN]
+            a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, self.elements_a], SMEM_ALIGN]
+            partial: cute.struct.Align[cute.struct.MemRange[Float32, self.partial_elements], 16]
+
+        storage = SmemAllocator().allocate(Storage)
+        smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
+        smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        ready, free = storage.ready.data_ptr(), storage.free.data_ptr()
+        read_smem_b = storage.b.get_tensor(read_b.outer, swizzle=read_b.inner)
+        partial = storage.partial.data_ptr()
+        if cutlass.const_expr(self.single):
+            partial = cute.recast_ptr(storage.b.data_ptr(), dtype=Float32)
+        if thread == 0:
+            for i in cutlass.range_constexpr(self.num_stages):
+                cute.arch.mbarrier_init(full + i, 1)
+                cute.arch.mbarrier_init(empty + i, self.consumer_threads // 32 * share)
+            cute.arch.mbarrier_init(ready, split)
+            cute.arch.mbarrier_init(free, split)
+        cute.arch.mbarrier_init_fence()
+        if cutlass.const_expr(cluster > 1):
+            cute.arch.cluster_arrive_relaxed()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.barrier()
+
+        rank = Int32(0)
+        if cutlass.const_expr(cluster > 1):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        part, column = rank // share, rank % share  # which k steps, and which of the cluster's tiles
+        k_tiles = cute.ceil_div(K, loader_b.tile_k)
+        k_begin = k_tiles * part // split
+        k_count = k_tiles * (part + 1) // split - k_begin
+        tiles_m = cute.ceil_div(M, self.tokens)
+        num_tiles = tiles_m * cute.ceil_div(N, self.rows * share)
+        num_clusters = cute.arch.grid_dim()[0] // cluster
+        first_tile = cute.arch.block_idx()[0] // cluster
+
+        if warp == self.consumer_threads // 32:
+            # Producer.
+            shared_a, global_a = loader_a.partition(tma_a, coordinates_a, smem_a, column)
+            shared_b, global_b = loader_b.partition(tma_b, coordinates_b, smem_b, 0)
+            mask_a = None
+            if cutlass.const_expr(share > 1):
+                mask_a = cutlass.Int16(((1 << share) - 1) << (part * share))
+            cpasync.prefetch_descriptor(tma_a)
+            ahead = cutlass.min(k_count, AHEAD_BYTES // loader_b.stage_bytes)
+            for k in cutlass.range(ahead, unroll=1):
+                cute.prefetch(tma_b, global_b[(None, first_tile // tiles_m * share + column, k_begin + k)])
+            cute.arch.griddepcontrol_wait()
+            write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
+            tile = first_tile
+            while tile < num_tiles:
+                n_tile = tile // tiles_m
+                m_tile = tile - n_tile * tiles_m
+                n_tile = n_tile * share + column
+                for k in cutlass.range(k_count, unroll=1):
+                    cute.arch.mbarrier_wait(empty + write.index, write.phase)
+                    barrier = full + write.index
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, loader_a.stage_bytes + loader_b.stage_bytes)
+                    cute.copy(
+                        tma_b, global_b[(None, n_tile, k_begin + k)], shared_b[(None, write.index)], tma_bar_ptr=barrier
+                    )
+                    cute.copy(
+                        tma_a, global_a[(None, m_tile, k_begin + k)], shared_a[(None, write.index)], tma_bar_ptr=barrier,
+                        mcast_mask=mask_a,
+                    )  # fmt: skip
+                    write.advance()
+                tile += num_clusters
+        else:
+            # Consumers.
+            consumer = cute.arch.make_warp_uniform(thread // WARPGROUP)
+            mma = mma_block.tiled_mma(loader_b, loader_a, self.tokens)
+            slice_ = mma.get_slice(0)
+            own_b = cute.local_tile(read_smem_b, (ROWS, loader_b.tile_k, self.num_stages), (consumer, 0, 0))
+            operand_b = mma.make_fragment_A(slice_.partition_A(own_b))
+            operand_a = mma.make_fragment_B(slice_.partition_B(smem_a))
+            acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tokens)), Float32)
+            total = acc
+            if cutlass.const_expr(self.promote):
+                total = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tokens)), Float32)
+            cute.arch.griddepcontrol_wait()
+            if cutlass.const_expr(self.a_scaling == "tensor"):
+                alpha = alpha * scale_a[0]
+            if cutlass.const_expr(self.b_scaling == "tensor"):
+                alpha = alpha * scale_b[0]
+            read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
+            release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
+            tile = first_tile
+            turn = Int32(0)
+            while tile < num_tiles:
+                n_tile = tile // tiles_m
+                m_tile = tile - n_tile * tiles_m
+                n_tile = n_tile * share + column
+                if cutlass.const_expr(self.promote):
+                    total.fill(0.0)
+                    rows, columns = self.scale_offsets(
+                        M, N, m_tile * self.tokens, n_tile * self.rows + consumer * ROWS, k_tiles, thread % WARPGROUP
+                    )
+                    row_scales = cute.make_rmem_tensor(2, Float32)
+                    token_scales = cute.make_rmem_tensor(self.tokens // 4, Float32)
+                    for k in cutlass.range(k_count, unroll=1):
+                        if cutlass.const_expr(self.a_scaling == "1x128"):
+                            for i in cutlass.range_constexpr(2):
+                                row_scales[i] = scale_b[rows[i] + (k_begin + k)]
+                            for i in cutlass.range_constexpr(self.tokens // 4):
+                                token_scales[i] = scale_a[columns[i] + (k_begin + k)]
+                        warpgroup.fence()
+                        cute.arch.mbarrier_wait(full + read.index, read.phase)
+                        mma_block.multiply(mma, acc, operand_b, operand_a, read.index, True)
+                        warpgroup.wait_group(0)
+                        self.release(empty + read.index, part, thread)
+                        for v in cutlass.range_constexpr(cute.size(acc)):
+                            if cutlass.const_expr(self.a_scaling == "1x128"):
+                                factor = row_scales[v // 2 % 2] * token_scales[v // 4 * 2 + v % 2]
+                                total[v] = total[v] + acc[v] * factor
+                            else:
+                                total[v] = total[v] + acc[v]
+                        read.advance()
+                else:
+                    warpgroup.fence()
+                    cute.arch.mbarrier_wait(full + read.index, read.phase)
+                    mma_block.multiply(mma, acc, operand_b, operand_a, read.index, True)
+                    read.advance()
+                    for _ in cutlass.range(1, k_count, unroll=1):
+                        cute.arch.mbarrier_wait(full + read.index, read.phase)
+                        mma_block.multiply(mma, acc, operand_b, operand_a, read.index, False)
+                        warpgroup.wait_group(1)
+                        self.release(empty + release.index, part, thread)
+                        release.advance()
+                        read.advance()
+                    warpgroup.wait_group(0)
+                    self.release(empty + release.index, part, thread)
+                    release.advance()
+
+                if cutlass.const_expr(split > 1):
+                    if turn > 0:
+                        cute.arch.mbarrier_wait(free, (turn - 1) % 2)
+                if cutlass.const_expr(self.single):
+                    # Every warpgroup must have read its stages.
+                    cute.arch.barrier(barrier_id=1, number_of_threads=self.consumer_threads)
+                reduction.write_partial(total, partial, ROWS * self.consumers, consumer * ROWS, thread % WARPGROUP)
+                reduction.arrive_cluster(ready, split, share, column, thread, self.consumer_threads, True)
+                if cutlass.const_expr(split > 1):
+                    reduction.wait_cluster(ready, turn % 2)
+                reduction.add_and_store(
+                    partial, out, out_stride, bias, scale_a, scale_b, alpha, M, N, m_tile * self.tokens,
+                    n_tile * self.rows, part, thread, share, column, self.rows, ROWS * self.consumers, self.tokens, split, self.consumer_threads, self.bias_dtype,
+                    self.a_scaling == "row", self.b_scaling == "row", self.activation, self.accumulate, self.vector,
+                )  # fmt: skip
+                reduction.arrive_cluster(free, split, share, column, thread, self.consumer_threads, False)
+                turn += 1
+                tile += num_clusters
+            if cutlass.const_expr(split > 1):
+                if turn > 0:
+                    cute.arch.mbarrier_wait(free, (turn - 1) % 2)
+        if cutlass.const_expr(share > 1):
+            # Others may still arrive at this CTA's barriers, or send into its stages.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
