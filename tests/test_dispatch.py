@@ -153,11 +153,12 @@ def test_unknown_names_are_errors_that_list_the_known(monkeypatch, spec, message
 
 @needs_sim
 def test_a_named_backend_that_cannot_raises():
-    with pytest.raises(NotImplementedError, match=r"'sim'.*float32"):
-        fw.gemm(A.float(), B.float(), backend="sim")
-    told = fw.explain(A.float(), B.float(), backend="sim")
+    foreign = [each.to(torch.float8_e4m3fnuz) for each in (A, B)]  # codes of gfx942
+    with pytest.raises(NotImplementedError, match=r"'sim'.*float8_e4m3fnuz"):
+        fw.gemm(*foreign, backend="sim")
+    told = fw.explain(*foreign, backend="sim")
     assert told.backend is None and isinstance(told.error, NotImplementedError)
-    assert fw.explain(A.float(), B.float()).rejected["sim:gfx950"]
+    assert fw.explain(*foreign).rejected["sim:gfx950"]
 
 
 def test_a_config_is_not_dropped():

@@ -97,16 +97,37 @@ def test_beyond_2_to_31_elements(arch, layout):
     assert notes == []
 
 
-@pytest.mark.parametrize("elem_bytes", [2, 1])
+@pytest.mark.parametrize("elem_bytes", [2, 1, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lds_reads_without_bank_conflicts(arch, layout, elem_bytes):
     for config in candidates(arch, elem_bytes):
-        dtypes = FLOAT8[arch] if elem_bytes == 1 else (BF16, BF16)
+        dtypes = {1: FLOAT8[arch], 2: (BF16, BF16), 4: (FP32, FP32)}[elem_bytes]
         problem, a, b = operands(config.tile_m, config.tile_n, config.tile_k, layout, dtypes=dtypes)
         _, report = check(arch, problem, config, a, b, count_bank_conflicts=True)
         counters = report.launches[0].counters
         assert counters["lds_read_cycles"] == counters["lds_read_cycles_ideal"], config
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_float32_is_not_reduced(arch, layout):
+    """Operands with all 24 bits: one product a sum, rounded once; and sums within the bound of float32."""
+    problem, *_ = operands(80, 48, 40, layout, dtypes=(FP32, FP32))
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.zeros(80, 40)
+    rows[torch.arange(80), torch.arange(80) * 7 % 40] = 1 + torch.rand(80, generator=generator)
+    columns = 1 + torch.rand(48, 40, generator=generator)
+    a, b = (rows.T if layout == "NT" else rows).contiguous(), (columns if layout == "TN" else columns.T).contiguous()
+    check(arch, problem, candidates(arch, 4)[2], a, b)
+
+    a, b = (torch.randn(shape, generator=generator) for shape in (problem.a_shape, problem.b_shape))
+    out = torch.full((80, 48), float("nan"))
+    with sim.session(arch=arch) as report:
+        amd.run(problem, candidates(arch, 4)[2], arch, GemmTensors(a, b, out))
+    assert not report.findings
+    left, right = (a.T if layout == "NT" else a).double(), (b.T if layout == "TN" else b).double()
+    assert ((out - left @ right).abs() <= 40 * 2.0**-24 * (left.abs() @ right.abs())).all()
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -184,7 +205,7 @@ def test_cpu_tensors_need_a_session():
 
 
 def test_unsupported_is_refused_before_anything_is_compiled():
-    problem = GemmProblem(16, 16, 16, "TN", FP32, FP32, FP32)
-    a = torch.zeros(16, 16)
+    problem = GemmProblem(16, 16, 16, "TN", torch.float64, torch.float64, FP32)
+    a = torch.zeros(16, 16, dtype=torch.float64)
     with pytest.raises(NotImplementedError, match="bfloat16"):
         amd.run(problem, None, "gfx950", GemmTensors(a, a, a))

@@ -27,14 +27,16 @@ def problem(M=4096, N=4096, K=4096, layout="TN", **changes):
     return dataclasses.replace(base, **changes)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
 @pytest.mark.parametrize("arch", ARCHS)
-def test_candidates_are_supported(arch, layout):
-    for config in candidates(arch):
-        assert why_unsupported(problem(layout=layout), config, arch) is None, config
-        assert lds_bytes(config, layout, 2, arch) <= LDS_BYTES[arch]
-        assert min_registers(config, 2, arch) < 512
-        geo = geometry(config, layout, 2, arch)
+def test_candidates_are_supported(arch, layout, dtype):
+    size = dtype.itemsize
+    for config in candidates(arch, size):
+        assert why_unsupported(problem(layout=layout, a_dtype=dtype, b_dtype=dtype), config, arch) is None, config
+        assert lds_bytes(config, layout, size, arch) <= LDS_BYTES[arch]
+        assert min_registers(config, size, arch) < 512
+        geo = geometry(config, layout, size, arch)
         assert geo.num_slices * geo.tiles_per_step % 2 == 0
 
 
@@ -61,7 +63,7 @@ def test_default_tile_follows_the_size(arch, M, N, tile):
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"a_dtype": FP32, "b_dtype": FP32}, "operands"),
+        ({"a_dtype": torch.float64, "b_dtype": torch.float64}, "operands"),
         ({"b_dtype": FP16}, "one type"),
         ({"out_dtype": torch.float64}, "out is"),
         ({"bias_dtype": torch.int8}, "bias is"),

@@ -177,6 +177,25 @@ def test_dequantized(layout, index):
     assert codes < loop.loads <= 2 * codes  # and their scales
 
 
+@pytest.mark.parametrize(("arch", "layout", "index"), ALL)
+def test_float32(arch, layout, index):
+    """True float32 multiplications, every fragment read once."""
+    config = candidates(arch, 4)[index]
+    geo = geometry(config, layout, 4, arch)
+    kernel = compiled(arch, layout, index, FP32, FP32)
+    print(kernel)
+    loop, tiles = kernel.main_loop, geo.tiles_per_step
+    _check_spills(kernel)
+    assert kernel.lds_bytes == lds_bytes(config, layout, 4, arch) <= LDS_BYTES[arch]
+    assert loop.k == tiles * config.tile_k
+    assert loop.mfma == geo.frags_m * geo.frags_n * loop.k // 4
+    assert kernel.text.count("v_mfma_f32_16x16x4_f32") == kernel.text.count("v_mfma_") >= loop.mfma
+    assert (loop.stores, loop.barriers) == (0, tiles)
+    assert sum(_read_bytes(op) * count for op, count in loop.lds_reads.items()) == loop.k * (geo.frags_m + geo.frags_n)
+    operand_loads = tiles * (geo.a.loads + geo.b.loads)
+    assert (loop.loads_to_lds, loop.loads) == ((operand_loads, 0) if arch == "gfx950" else (0, operand_loads))
+
+
 def _read_bytes(op):
     """Bytes per lane of an LDS read; two-address forms read twice."""
     bits = {"b128": 128, "b64": 64, "b32": 32, "u16": 16, "u8": 8}

@@ -27,7 +27,7 @@ TILES = sorted(
     {
         (arch, tile)
         for arch in LDS_BANKS
-        for elem_bytes in (1, 2)
+        for elem_bytes in (1, 2, 4)
         for config in candidates(arch, elem_bytes)
         for layout in ("TN", "NN", "NT")
         for tile in stored_tiles(config, layout, elem_bytes, arch)
@@ -57,7 +57,7 @@ def reads(arch: str, tile: OperandTile):
                 yield [tile.address(*at) for at in zip(lines, chunks)], read_b128_groups(tile.banks), 16
         return
     line_at = line_of_k(tile)
-    if arch == "gfx950":
+    if tile.transposing:
         rows = 8 // size  # of 16 columns, that 16 lanes read
         for k0 in range(0, tile.tile_k, 4 * chunk):
             for column0 in range(0, tile.extent, 16):
@@ -99,7 +99,7 @@ def test_without_the_swizzle_there_are_conflicts(arch, tile):
         bank_conflicts([address // 4 * 4 for address in addresses], groups, max(size, 4), tile.banks)
         for addresses, groups, size in reads(arch, plain)
     )
-    if tile.k_contiguous or (arch == "gfx950" and tile.extent >= 32):
+    if tile.k_contiguous or (tile.transposing and tile.extent >= 32):
         assert extra > 0
 
 

@@ -224,26 +224,26 @@ class Fragments:
         self.tile, self.fmt, self.count = tile, fmt, count
         self.elems = fmt.fragment_elems(tile.fragment_bytes)
         self.chunks = tile.fragment_bytes // CHUNK_BYTES
-        self.sorted = tile.k_contiguous or tile.banks == 64
+        self.sorted = tile.k_contiguous or tile.transposing
         group, in_group = lane // MMA_M, lane % MMA_M
         if tile.k_contiguous:
             # Lane: row in_group, chunk `group` of every four. One base per four chunks.
             line = first_row + in_group
             self.bases = [tile.address(line, group + c) for c in range(0, tile.chunks_per_line, LANE_GROUPS)]
             return
-        if tile.banks == 64:
+        if tile.transposing:
             # A transposing read takes `rows` rows of k and 16 columns from 16 lanes (memory.lds_read_transposed), a lane
             # receives `rows` k of one column. A lane group's k of a chunk are consecutive, as where K is contiguous.
             rows = self.rows = 8 // tile.elem_bytes
             line = tile.source_row(group * 2 * rows + in_group // (MMA_M // rows))
             columns = [first_row + i * MMA_M + in_group % (MMA_M // rows) * rows for i in range(count)]
         else:
-            # Lane: columns tile.group * in_group + 0.. of each group of fragments; line of k = 8 (16) * group.
+            # Lane: columns tile.group * in_group + 0.. of each group of fragments; line of the group's first k.
             line = group
             width = tile.group
             columns = [first_row + (i * MMA_M + in_group) * width for i in range(count // width)]
         # One base per address that the swizzle, which reaches 16 chunks, makes different; the others by offset.
-        step = MMA_M * (1 if tile.banks == 64 else tile.group)
+        step = MMA_M * (1 if tile.transposing else tile.group)
         self.period = min(len(columns), max(1, min(tile.extent, 16 * tile.chunk_elems) // step))
         self.step_bytes = step * tile.elem_bytes
         self.bases = [
@@ -270,7 +270,7 @@ class Fragments:
             return [self._read_row(lds, [base + stage_offset for base in bases], i) for i in range(self.count)]
         offset = stage_offset + k_slice * self.tile.slice_k * self.tile.line_bytes
         bases = [base + offset for base in self.bases]
-        if self.tile.banks == 64:
+        if self.tile.transposing:
             return [self._read_transposed(lds, self._at(bases, i)) for i in range(self.count)]
         # Rows of neighbours, one per k: k + 1 lies 4 lines further (tiles.source_row).
         step = 4 * self.tile.line_bytes

@@ -10,6 +10,9 @@ Fragment of either operand, 16-bit formats: lane l holds row l % 16, k = 8 * (l 
           sums k = 8 * g + 0..3 (or 4..7), g = 0..3; both operands agree, so all 32 are summed
           (AMD CDNA3 ISA guide; AMD matrix instruction calculator).
 
+32-bit floats, slices of 16: lane l holds row l % 16, k = 4 * (l // 16) + 0..3; four v_mfma_f32_16x16x4_f32 (row l % 16,
+k = l // 16) take one element of every lane each. Products and sums are float32, no xf32 (AMD CDNA3 and CDNA4 ISA guides).
+
 8-bit floats, slices of 128 and 64; registers hold them as 32-bit words:
   gfx950  v_mfma_f32_16x16x128_f8f6f4: row l % 16, k = 16 * (l // 16) + 0..15 and 64 more. OCP codes
           v_mfma_scale_f32_16x16x128_f8f6f4: the same, and the scale of row l % 16 and k = 32 * (l // 16) + 0..31 is byte
@@ -66,6 +69,9 @@ FORMATS = {
     ),
     ("float16", "float16"): OperandFormat(
         "fp16", fx.Float16, {"gfx950": ("mfma_f32_16x16x32_f16_", 1), "gfx942": ("mfma_f32_16x16x16f16_", 2)}
+    ),
+    ("float32", "float32"): OperandFormat(
+        "fp32", fx.Float32, dict.fromkeys(("gfx950", "gfx942"), ("mfma_f32_16x16x4f32_", 4)), 4
     ),
     **{
         (f"float8_{a}{codes[a]}", f"float8_{b}{codes[b]}"): _float8(a, b, arch)
@@ -168,6 +174,8 @@ class WaveMma:
         # The bf16 form with K = 16 is declared on 16-bit integers.
         if self.parts == 2 and self.fmt.name == "bf16":
             fragment = fragment.bitcast(fx.Int16)
+        if self.fmt.elem_bytes == 4:
+            return as_ir_value(fragment[0])
         if self.parts == 2 and self.fmt.elem_bytes == 1:
             return as_ir_value(fragment.bitcast(fx.Int64)[0])
         return as_ir_value(fragment)

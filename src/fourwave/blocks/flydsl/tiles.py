@@ -5,8 +5,8 @@ Its image in LDS keeps the memory order of the operand, so that global memory is
 
   k_contiguous      [extent][tile_k]   fragments are read with ds_read_b128
   otherwise         [tile_k][extent]   gfx950: transposing reads (ds_read_b64_tr_b16, ds_read_b64_tr_b8)
-                                       gfx942: a lane reads `group` neighbours at each k and sorts them into as many
-                                       fragments in registers
+                                       gfx942, and 32-bit operands: a lane reads `group` neighbours at each k and sorts
+                                       them into as many fragments in registers
 
 Two permutations make the reads free of bank conflicts without padding (a direct load to LDS cannot pad):
   lines   source_row: which row each LDS line holds; lines that one read touches at once are consecutive
@@ -68,6 +68,11 @@ class OperandTile:
     )
 
     @property
+    def transposing(self):
+        """Whether fragments are read with the transposing reads of gfx950, which know 8 and 16 bits."""
+        return not self.k_contiguous and self.banks == 64 and self.elem_bytes < 4
+
+    @property
     def slice_k(self):
         """k of one fragment."""
         return LANE_GROUPS * self.fragment_bytes // self.elem_bytes
@@ -126,27 +131,26 @@ class OperandTile:
         K not contiguous, 64 banks: bits 2 and 3 of k are swapped. One transposing read of half a wave touches k = 0-3
         and 8-11 (or 4-7 and 12-15); the swap makes these eight lines consecutive. 8-bit operands: bits 3 and 4; the
         read touches k = 0-7 and 16-23 (or 8-15 and 24-31), sixteen lines.
-        K not contiguous, 32 banks: the four lines 8 apart in k (16 for 8-bit operands) that the lane groups read at
-        once are consecutive.
+        K not contiguous, without transposing reads: the four lines 8 apart in k (16 for 8-bit operands, 4 for 32-bit
+        ones) that the lane groups read at once are consecutive.
         """
         if self.k_contiguous:
             if self.group == 1:
                 return line
             return (line & ~31) | ((line & 12) << 1) | ((line & 16) >> 2) | (line & 3)
-        if self.banks == 64:
+        if self.transposing:
             if self.elem_bytes == 1:
                 return (line & ~24) | ((line & 8) << 1) | ((line & 16) >> 1)
             return (line & ~12) | ((line & 4) << 1) | ((line & 8) >> 1)
-        if self.elem_bytes == 1:
-            return (line & ~63) | ((line & 3) << 4) | ((line >> 2) & 15)
-        return (line & ~31) | ((line & 3) << 3) | ((line >> 2) & 7)
+        lane_k = CHUNK_BYTES // self.elem_bytes
+        return (line & ~(4 * lane_k - 1)) | ((line & 3) << log2(lane_k)) | ((line >> 2) & (lane_k - 1))
 
     @property
     def source_period(self):
         """Lines after which source_row repeats, so many further."""
         if self.k_contiguous:
             return MMA_M * self.group
-        if self.banks == 64:
+        if self.transposing:
             return 32 // self.elem_bytes
         return 64 // self.elem_bytes
 
@@ -213,11 +217,12 @@ class OperandTile:
 
     def _key_transposed(self, line):
         chunks = self.chunks_per_line
-        if self.banks == 32:
-            # Lane groups read consecutive lines, 16 * group elements of each: as many lines at once as fill 8 chunks.
+        if not self.transposing:
+            # Lane groups read consecutive lines, 16 * group elements of each: as many lines at once as fill the banks.
+            at_once = self.banks * 4 // CHUNK_BYTES
             span = max(1, MMA_M * self.group * self.elem_bytes // CHUNK_BYTES)
-            together = min(LANE_GROUPS, max(1, 8 // span))
-            return ((line & (together - 1)) >> max(0, 3 - log2(chunks))) * span
+            together = min(LANE_GROUPS, max(1, at_once // span))
+            return ((line & (together - 1)) >> max(0, log2(at_once) - log2(chunks))) * span
         if self.elem_bytes == 1:
             # Half a wave reads one chunk of each of sixteen consecutive lines; 64 banks are 16 chunks.
             return (line & 15) >> max(0, 4 - log2(chunks))

@@ -1,6 +1,6 @@
 """Four-wave GEMM for CDNA3 (gfx942): out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out).
 
-a        TN, NN: [M, K]; NT: [K, M]          bfloat16 or float16, inner stride 1, rows 16-byte aligned
+a        TN, NN: [M, K]; NT: [K, M]          float32, bfloat16 or float16, inner stride 1, rows 16-byte aligned
          or float8_e4m3fnuz and float8_e5m2fnuz, in any mix of a and b
          or float8_e4m3fn and float8_e5m2 with scales of blocks, see below
 b        TN: [N, K]; NN, NT: [K, N]          as a

@@ -1,6 +1,6 @@
 """Four-wave GEMM for CDNA4 (gfx950): out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out).
 
-a        TN, NN: [M, K]; NT: [K, M]          bfloat16 or float16, inner stride 1, rows 16-byte aligned
+a        TN, NN: [M, K]; NT: [K, M]          float32, bfloat16 or float16, inner stride 1, rows 16-byte aligned
          or float8_e4m3fn and float8_e5m2, in any mix of a and b (the largest tile: cdna4_halves.py)
 b        TN: [N, K]; NN, NT: [K, N]          as a
 a_scale, b_scale   of 8-bit operands, "1x32": float8_e8m0fnu in the operand's memory order, rows 16-byte aligned and zero
@@ -11,7 +11,7 @@ bias     [N], optional
 Four waves of 64 lanes compute one tile_m x tile_n tile; each wave holds its share of the accumulator in registers for
 all of K. Operand tiles go from global memory straight to LDS (buffer_load_dwordx4 ... lds) in the operand's own
 memory order; the swizzle is in which chunk a lane fetches (blocks/flydsl/tiles.py). Where K is not contiguous,
-fragments are read with transposing LDS reads (ds_read_b64_tr_b16, ds_read_b64_tr_b8).
+fragments are read with transposing LDS reads (ds_read_b64_tr_b16, ds_read_b64_tr_b8), or sorted in registers (32 bits).
 
 Schedule, K step k, with num_stages LDS buffers per operand and num_slices = tile_k / slice_k (32; 128 for 8-bit operands):
   slices 0 .. last - 1: read the next slice's fragments of tile k; multiply this slice's
@@ -112,14 +112,15 @@ def build(spec, fmt, epi):
         # Main loop, tiles_per_step K tiles a step. State: stage of tile k, its first fragments and their scales, the
         # accumulators.
         num_steps = num_tiles(K, geo.tile_k * geo.tiles_per_step)
+        counts = [fragments_a.values, fragments_b.values, num_scales]
         state = [fx.Int32(0)] + frag_a + frag_b + scale + mma.zero()
         for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
             stage = fx.Int32(state[0])
             values = [fx.Vector(value) for value in state[1:]]
-            frag_a = values[: geo.frags_m]
-            frag_b = values[geo.frags_m : geo.frags_m + geo.frags_n]
-            scale = values[geo.frags_m + geo.frags_n :][:num_scales]
-            acc = values[geo.frags_m + geo.frags_n + num_scales :]
+            frag_a = values[: counts[0]]
+            frag_b = values[counts[0] : sum(counts[:2])]
+            scale = values[sum(counts[:2]) : sum(counts)]
+            acc = values[sum(counts) :]
             for tile in fx.range_constexpr(geo.tiles_per_step):
                 next_stage = (stage == geo.num_stages - 1).select(fx.Int32(0), stage + 1)
                 for k_slice in fx.range_constexpr(geo.num_slices):
@@ -134,7 +135,13 @@ def build(spec, fmt, epi):
                         keep_order()
                         issue_loads(k_tile + geo.num_stages, stage)
                         next_a, next_b, next_scale = read_fragments(k_tile + 1, next_stage, 0)
-                    acc = mma.step(frag_a, frag_b, acc, scale[: len(scales_a)], scale[len(scales_a) :])
+                    acc = mma.step(
+                        fragments_a.sort(frag_a),
+                        fragments_b.sort(frag_b),
+                        acc,
+                        scale[: len(scales_a)],
+                        scale[len(scales_a) :],
+                    )
                     loads = geo.loads_per_tile if k_slice == geo.num_slices - 1 else 0
                     reads = fragments_a.reads + fragments_b.reads + num_scales
                     interleave(mma.instructions, loads=loads, reads=reads)
@@ -148,7 +155,7 @@ def build(spec, fmt, epi):
         wait_loads(in_flight=0)
 
         # Epilogue.
-        acc = [fx.Vector(value) for value in results[1 + geo.frags_m + geo.frags_n + num_scales :]]
+        acc = [fx.Vector(value) for value in results[1 + sum(counts) :]]
         store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane)
 
     return launcher(gemm_cdna4, geo)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ARCHS = ("gfx950", "gfx942")
 NUM_CUS = {"gfx950": 256, "gfx942": 304}  # MI350X, MI300X
 MMA = {"gfx950": "16x16x32", "gfx942": "16x16x16"}  # of 16-bit operands
+MMA_FLOAT32 = "16x16x4"
 MMA_FLOAT8 = {"gfx950": "16x16x128", "gfx942": "16x16x32"}
 FLOAT8 = {
     "gfx950": (torch.float8_e4m3fn, torch.float8_e5m2),
@@ -107,15 +108,16 @@ _CANDIDATES_FLOAT8 = {
         (16, 64, 256, 2, 1, 4),
     ),
 }
-# Per clock and compute unit: published peaks / CUs / clock. 16-bit; twice for 8-bit.
+# Per clock and compute unit: published peaks / CUs / clock. Of 16-bit operands; twice for 8-bit.
 MATRIX_FLOPS = {"gfx950": 4096, "gfx942": 2048}
+MATRIX_FLOPS_FLOAT32 = 256
 LOAD_BYTES_PER_CLOCK = 64  # L1 to registers or LDS, per compute unit
 OVERLAP_LOSS = 0.3  # share of the shorter of the two that is not hidden; an assumption, not measured
 
 
 def mma(elem_bytes: int, arch: str) -> str:
-    """The matrix instruction for operands of 1 or 2 bytes."""
-    return (MMA_FLOAT8 if elem_bytes == 1 else MMA)[arch]
+    """The matrix instruction for operands of 1, 2 or 4 bytes."""
+    return MMA_FLOAT32 if elem_bytes == 4 else (MMA_FLOAT8 if elem_bytes == 1 else MMA)[arch]
 
 
 def fragment_bytes(elem_bytes: int, arch: str) -> int:
@@ -134,6 +136,9 @@ _CANDIDATES_DEQUANTIZED = (
 
 def candidates(arch: str, elem_bytes: int = 2) -> list[GemmConfig]:
     """The configurations that are compiled and tested for arch, for operands without scales of blocks."""
+    if elem_bytes == 4:  # K as for 16 bits, in bytes
+        halved = [(*sizes[:2], sizes[2] // 2, *sizes[3:]) for sizes in _CANDIDATES[arch]]
+        return [GemmConfig(*sizes, mma=mma(4, arch)) for sizes in halved]
     table = _CANDIDATES_FLOAT8 if elem_bytes == 1 else _CANDIDATES
     return [GemmConfig(*sizes, mma=mma(elem_bytes, arch)) for sizes in table[arch]]
 
@@ -147,7 +152,8 @@ def candidates_for(problem: GemmProblem, arch: str) -> list[GemmConfig]:
 
 def modelled_clocks(config: GemmConfig, elem_bytes: int, arch: str) -> tuple[float, float]:
     """(multiplying, loading): clocks per element of K that one tile takes on one compute unit."""
-    matrix = elem_bytes * config.tile_m * config.tile_n / MATRIX_FLOPS[arch]
+    rate = MATRIX_FLOPS_FLOAT32 if elem_bytes == 4 else MATRIX_FLOPS[arch] * 2 // elem_bytes
+    matrix = 2 * config.tile_m * config.tile_n / rate
     loading = (config.tile_m + config.tile_n) * elem_bytes / LOAD_BYTES_PER_CLOCK
     return matrix, loading
 
@@ -224,7 +230,7 @@ def operand_tiles(
     """(a, b) tiles as they lie in LDS: in the operand's memory order.
 
     group (OperandTile): pairs of N fragments are woven where K is contiguous; gfx942 sorts up to four fragments out of
-    what it reads where K is not.
+    what it reads where K is not, of 32-bit operands either machine two.
     swiglu: a wave's groups of N fragments come in turn from the two halves of b, so that it holds both factors.
     """
     banks = LDS_BANKS[arch]
@@ -234,6 +240,8 @@ def operand_tiles(
         fragments = extent // waves // 16
         if k_contiguous:
             groups = (2, 1) if is_b else (1,)
+        elif elem_bytes == 4:
+            groups = (2, 1)  # 8 bytes: a line's read fills the banks of gfx942
         else:
             groups = (4, 2, 1) if arch == "gfx942" else (1,)
         swiglu_b = swiglu and is_b
@@ -337,8 +345,8 @@ def _why_operands_unsupported(problem, arch):
         return f"scales of blocks of 32 and operands of {a} and {b}: they belong to 8-bit floats"
     if a != b:
         return f"a is {a} and b is {b}: the kernels take one type for both, or two 8-bit floats"
-    if a not in (torch.bfloat16, torch.float16):
-        return f"operands are {a}: the kernels take bfloat16, float16 and 8-bit floats"
+    if a not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"operands are {a}: the kernels take float32, bfloat16, float16 and 8-bit floats"
     return None
 
 
