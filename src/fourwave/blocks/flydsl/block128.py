@@ -28,7 +28,7 @@ from fourwave.blocks.flydsl.memory import (
     select,
 )
 from fourwave.blocks.flydsl.mma import ACC_PER_LANE, WaveMma
-from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
+from fourwave.blocks.flydsl.tiles import MMA_M, WAVE, WORKGROUP
 
 BLOCK_K = 128
 SCALE_STEPS = 4
@@ -37,10 +37,23 @@ _LOAD_BYTES = 4 * WORKGROUP  # of LDS that all four waves fill with one load of 
 
 @dataclass(frozen=True)
 class ScalePart:
-    """Scales of one operand that a step needs. kind: "rows", "cells" or "columns"; extent: how many for each block of k."""
+    """Scales of one operand that a step needs.
+
+    kind    "rows", "cells" or "columns"; extent: how many for each block of k
+    group   rows: fragments that are woven (tiles.OperandTile). LDS holds the rows of one fragment next to each other, so that
+            reads meet no bank twice
+    """
 
     kind: str
     extent: int
+    group: int = 1
+
+    def row(self, place):
+        """Row of the tile whose scales lie at `place` in LDS."""
+        if self.group == 1:
+            return place
+        in_group = place % (MMA_M * self.group)
+        return place - in_group + place % MMA_M * self.group + in_group // MMA_M
 
     @property
     def slots(self):
@@ -78,7 +91,7 @@ class GlobalScales128:
             if part.kind == "columns":
                 k, row = at // part.extent, at % part.extent
             else:
-                k, row = at % SCALE_STEPS, at // SCALE_STEPS
+                k, row = at % SCALE_STEPS, part.row(at // SCALE_STEPS)
             inside = (row < minimum(count, fx.Int32(part.extent))) & (k < SCALE_STEPS)
             self.k.append(k)
             self.offsets.append(select(inside, (row * stride + k * k_stride) * 4, OUT_OF_RANGE))
@@ -121,7 +134,7 @@ class Scales128:
     """Reads the scales that belong to one wave's fragments."""
 
     def __init__(self, part, lds, place, rows):
-        """place: bytes of the first slot in lds; rows: for each vector to read, its row (column, cell) in the tile (Int32)."""
+        """place: bytes of the first slot in lds; rows: for each vector to read, its row's place, its cell or its first column (Int32)."""
         self.part, self.lds = part, lds
         self.bases = [place + row * (4 if part.kind == "columns" else 4 * SCALE_STEPS) for row in rows]
 

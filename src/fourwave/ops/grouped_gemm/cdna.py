@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.block128 import BLOCK_K, GlobalScales128, Scales128
+from fourwave.blocks.flydsl.block128 import BLOCK_K, GlobalScales128, ScalePart, Scales128
 from fourwave.blocks.flydsl.epilogue import Epilogue, store_tile
 from fourwave.blocks.flydsl.groups import Sizes, matrix_view, vector_view
 from fourwave.blocks.flydsl.loaders import GlobalTile
@@ -13,6 +13,7 @@ from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, minimum, select,
 from fourwave.blocks.flydsl.mma import FORMATS
 from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, MMA_M, MMA_N, WAVE, WORKGROUP
+from fourwave.ops.grouped_gemm.config import block_scaled, scale_extents
 from fourwave.ops.grouped_gemm.preshuffle import K_BLOCK
 from fourwave.ops.grouped_gemm.preshuffle import ROWS as SHUFFLED_ROWS
 
@@ -162,7 +163,7 @@ class Work:
         a, b = parts
         num_blocks = (self.k_end + (BLOCK_K - 1)) >> 7
         m0, n0 = fx.Int64(self.m0), fx.Int64(self.n0)
-        rows = [self.wave_m * geo.wave_tile_m + geo.a.fragment_row(i, lane % MMA_M) for i in range(geo.frags_m)]
+        rows = [self.wave_m * geo.wave_tile_m + i * MMA_M + lane % MMA_M for i in range(geo.frags_m)]
         if self.problem.split == "rows":
             group = self.group
             in_groups = arguments.a_stride == 0
@@ -243,6 +244,14 @@ class Work:
             b_scale=scale,
         )
         store_tile(acc, epi, told, self.m0, self.n0, self.geo, self.wave_m, self.wave_n, self.lane)
+
+
+def scale_parts(problem, config, geo):
+    """(a, b) of the block scales, or () where there are none."""
+    if not block_scaled(problem):
+        return ()
+    (kind_a, extent_a), (kind_b, extent_b) = scale_extents(problem, config)
+    return ScalePart(kind_a, extent_a, geo.a.group), ScalePart(kind_b, extent_b)
 
 
 class LateTile(GlobalTile):

@@ -24,15 +24,15 @@ from typing import Any
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.block128 import BlockMma, ScalePart
+from fourwave.blocks.flydsl.block128 import BlockMma
 from fourwave.blocks.flydsl.control import loop, when
 from fourwave.blocks.flydsl.loaders import Fragments, StagedTile
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, wait_lds
 from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import num_tiles
 from fourwave.blocks.flydsl.tiles import WORKGROUP
-from fourwave.ops.grouped_gemm.cdna import Work, epilogue, launcher, operand_format
-from fourwave.ops.grouped_gemm.config import B_TILES_AHEAD, block_scaled, geometry, scale_extents, tiles_per_step
+from fourwave.ops.grouped_gemm.cdna import Work, epilogue, launcher, operand_format, scale_parts
+from fourwave.ops.grouped_gemm.config import B_TILES_AHEAD, block_scaled, geometry, tiles_per_step
 
 ARCH = "gfx942"
 NUM_STAGES = 2  # LDS buffers per operand
@@ -47,7 +47,7 @@ def build(spec):
     assert geo.num_stages == NUM_STAGES, "why_unsupported lets nothing else through"
     blocks, direct_b = block_scaled(problem), problem.b_preshuffled
     per_step = tiles_per_step(problem, config, ARCH)
-    parts = tuple(ScalePart(kind, extent) for kind, extent in scale_extents(problem, config)) if blocks else ()
+    parts = scale_parts(problem, config, geo)
     staged_loads = geo.a.loads + (0 if direct_b else geo.b.loads)
     bytes_a = NUM_STAGES * geo.a.stage_bytes
     bytes_b = 0 if direct_b else NUM_STAGES * geo.b.stage_bytes

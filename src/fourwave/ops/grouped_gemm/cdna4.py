@@ -30,15 +30,15 @@ from typing import Any
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.block128 import BlockMma, ScalePart
+from fourwave.blocks.flydsl.block128 import BlockMma
 from fourwave.blocks.flydsl.control import loop, when
 from fourwave.blocks.flydsl.loaders import Fragments, load_direct
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, wait_lds, wait_loads
 from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import num_tiles
 from fourwave.blocks.flydsl.tiles import WORKGROUP
-from fourwave.ops.grouped_gemm.cdna import Work, epilogue, launcher, operand_format
-from fourwave.ops.grouped_gemm.config import B_TILES_AHEAD, block_scaled, geometry, scale_extents, tiles_per_step
+from fourwave.ops.grouped_gemm.cdna import Work, epilogue, launcher, operand_format, scale_parts
+from fourwave.ops.grouped_gemm.config import B_TILES_AHEAD, block_scaled, geometry, tiles_per_step
 
 ARCH = "gfx950"
 
@@ -49,7 +49,7 @@ def build(spec):
     geo, fmt, epi = geometry(problem, config, ARCH), operand_format(problem), epilogue(spec)
     blocks, direct_b = block_scaled(problem), problem.b_preshuffled
     per_step = tiles_per_step(problem, config, ARCH)
-    parts = tuple(ScalePart(kind, extent) for kind, extent in scale_extents(problem, config)) if blocks else ()
+    parts = scale_parts(problem, config, geo)
     scale_loads = sum(part.loads for part in parts)
     tile_loads = geo.a.loads + (2 * geo.frags_n if direct_b else geo.b.loads)
     bytes_a = geo.num_stages * geo.a.stage_bytes

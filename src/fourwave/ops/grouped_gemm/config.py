@@ -218,8 +218,8 @@ def grid_tiles(problem: GroupedProblem, config: GroupedConfig) -> int:
 def default_config(problem: GroupedProblem, arch: str) -> tuple[GroupedConfig, list[str]]:
     """The configuration used when the caller names none, and the reasons in words.
 
-    m_sizes is not known: groups are taken to be equal. Then as in fourwave.ops.gemm.config: rounds of workgroups over the
-    compute units, times what one tile takes.
+    m_sizes is not known: half of the last tile of every group is taken to be empty. Then as in fourwave.ops.gemm.config:
+    rounds of workgroups over the compute units, times what one tile takes.
     """
     cus, size = NUM_CUS[arch], problem.a_dtype.itemsize
     groups = max(1, problem.G)
@@ -227,8 +227,8 @@ def default_config(problem: GroupedProblem, arch: str) -> tuple[GroupedConfig, l
     for config in candidates(problem, arch):
         columns = -(-problem.N // config.tile_n)
         if problem.split == ROWS:
-            rows = -(-problem.M // groups)
-            tiles = min(groups, problem.M) * -(-rows // config.tile_m) * columns
+            used = min(groups, problem.M)
+            tiles = max(used, -(-problem.M // config.tile_m) + used // 2) * columns
         else:
             tiles = groups * -(-problem.M // config.tile_m) * columns
         matrix = size * config.tile_m * config.tile_n / MATRIX_FLOPS[arch]
@@ -240,7 +240,7 @@ def default_config(problem: GroupedProblem, arch: str) -> tuple[GroupedConfig, l
         raise NotImplementedError(f"no tile of {arch} fits {problem}")
     _, tiles, config = best
     reasons = [
-        f"tile {config.tile_m}x{config.tile_n}: {tiles} workgroup(s) for {cus} compute units of {arch} if groups are equal, "
+        f"tile {config.tile_m}x{config.tile_n}: {tiles} workgroup(s) for {cus} compute units of {arch} on average, "
         f"{-(-tiles // cus)} round(s); the least modelled time of the tiles",
         f"{lds_bytes(problem, config, arch)} of {LDS_BYTES[arch]} bytes of LDS",
     ]
