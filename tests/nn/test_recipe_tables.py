@@ -1,0 +1,59 @@
+"""The tables of docs/recipes.md are what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fourwave as fw
+
+TEXT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+
+
+def table(heading: str) -> list[list[str]]:
+    rows = TEXT[TEXT.index(heading) :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def recipe(cell: str) -> Any:
+    return eval(cell.strip("`"), vars(fw.recipes))
+
+
+@pytest.mark.parametrize("row", table("| recipe | kept of x"), ids=lambda row: row[0])
+def test_bytes_that_are_kept(row: list[str]) -> None:
+    size = 512
+    linear: Any = fw.nn.Linear(size, size, bias=False, params_dtype=torch.bfloat16)
+    x = torch.randn(size, size, dtype=torch.bfloat16, requires_grad=True)
+    saved: list[torch.Tensor] = []
+
+    def keep(t: torch.Tensor) -> torch.Tensor:
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), fw.autocast(recipe=recipe(row[0])):
+        linear(x)
+    weight = linear.weight.untyped_storage().data_ptr()
+    saved = [t for t in saved if t.shape != (3,)]  # the scales themselves
+    half = len(saved) // 2
+    kept_x = sum(t.nbytes for t in saved[:half]) / size**2
+    kept_w = sum(t.nbytes for t in saved[half:] if t.untyped_storage().data_ptr() != weight) / size**2
+    assert kept_x == pytest.approx(float(row[1]), abs=1e-4) and kept_w == pytest.approx(float(row[2]), abs=1e-4)
+
+
+@pytest.mark.parametrize("row", table("| recipe | x | w | dy"), ids=lambda row: row[0])
+def test_formats(row: list[str]) -> None:
+    plan = recipe(row[0]).plan
+    named = [re.findall(r"`(\w+)`", re.sub(r"\(.*?\)", "", cell)) for cell in row[1:4]]
+    for names, pair in zip(named, ((plan.x, plan.x_t), (plan.w, plan.w_t), (plan.g, plan.g_t)), strict=True):
+        expected = [names[0], names[-1]] if names else [None, None]
+        assert list(pair) == expected
+
+
+def test_bytes_of_delayed_state() -> None:
+    linear = fw.nn.Linear(32, 32, recipe=fw.recipes.DelayedScaling(amax_history_len=20))
+    assert "12 * (amax_history_len + 1)" in TEXT
+    assert sum(b.nbytes for b in linear.buffers()) == 12 * 21
