@@ -12,11 +12,12 @@ from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.convert import ALL_LANES, INF_BITS, NAN_BITS, BlockScale, Codes, lane_max, larger, magnitude
 from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, keep_order, minimum, select
-from fourwave.blocks.flydsl.tiles import MMA_M, MMA_N
+from fourwave.blocks.flydsl.tiles import MMA_M, MMA_N, WORKGROUP
 from fourwave.formats.element import ElementFormat
 
 SWIGLU = "swiglu"
 BLOCK = 32  # elements that share a scale of "1x32"
+RESULT_BYTES = 16  # of a 16 x 16 result, per lane
 CODE_RUN = 8  # codes per store: rows of out are aligned to as many bytes
 
 
@@ -137,6 +138,29 @@ def row_sums(epi, geo, wave_n):
     if epi.bias_grad_dtype is None:
         return None
     return (2 if geo.waves_n > 1 and geo.frags_m % 2 == 0 else 1), wave_n
+
+
+def num_results(epi, geo):
+    """Accumulators of a wave, bias_grad's included."""
+    sums = row_sums(epi, geo, None)
+    return geo.frags_m * geo.frags_n + (0 if sums is None else geo.frags_m // sums[0])
+
+
+class Partials:
+    """The accumulators of one workgroup in `workspace`: a quarter of KiB per wave and register of each, as lanes have them."""
+
+    def __init__(self, workspace, number, results, thread):
+        """number (Int32): of the tile and part."""
+        size = results * WORKGROUP * RESULT_BYTES
+        self.buffer = Buffer(workspace, fx.Int64(number) * size, fx.Int64(size))
+        self.offsets = [thread * RESULT_BYTES + i * (WORKGROUP * RESULT_BYTES) for i in range(results)]
+
+    def store(self, acc):
+        for value, offset in zip(acc, self.offsets, strict=True):
+            self.buffer.store(value, offset)
+
+    def load(self):
+        return [self.buffer.load(offset, 4, fx.Float32) for offset in self.offsets]
 
 
 def store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane):

@@ -1,4 +1,4 @@
-"""Which workgroup computes which output tile."""
+"""Which workgroup computes which output tile, and which part of K."""
 
 from flydsl import expr as fx
 
@@ -34,3 +34,19 @@ def output_tile(workgroup, num_tiles_m, num_tiles_n, group_m):
     first_m = band * group_m
     rows = minimum(num_tiles_m - first_m, fx.Uint32(group_m))
     return fx.Int32(first_m + in_band % rows), fx.Int32(in_band // rows)
+
+
+def k_part(workgroup, tiles, K, step_k, split):
+    """(number among the tiles, part, first k, end of k) of a workgroup where `split` of them share each tile's K; all Int32.
+
+    Parts are whole steps of step_k; the last ones may have fewer, or none. All tiles' first parts have the lowest numbers:
+    workgroups that run together read the same k.
+    """
+    if split == 1:
+        return workgroup, fx.Int32(0), fx.Int32(0), K
+    part = fx.Int32(fx.Uint32(workgroup) // fx.Uint32(tiles))
+    steps = num_tiles(K, step_k)
+    steps_each = fx.Int32(fx.Uint32(steps + (split - 1)) // split)
+    first = minimum(part * steps_each, steps)
+    last = minimum(first + steps_each, steps)
+    return workgroup - part * tiles, part, minimum(first * step_k, K), minimum(last * step_k, K)

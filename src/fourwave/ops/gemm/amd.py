@@ -19,6 +19,7 @@ from fourwave.ops.gemm.config import (
     dequantizes,
     in_halves,
     why_unsupported,
+    workspace_shape,
 )
 from fourwave.ops.gemm.problem import FLOAT8, SWIGLU, GemmProblem, GemmTensors
 
@@ -105,7 +106,8 @@ def placeholder_arguments(spec: Specialisation):
         zeros((8, 8), torch.uint8 if problem.out_scaling == "1x32" else None),
         zeros((1, 8), torch.uint8 if problem.out_scaling == "1x32" else None),
     )
-    return _jit_arguments(*_arguments(problem, tensors, None), None)
+    workspace = None if spec.config.split_k == 1 else torch.zeros(1, 1024)
+    return _jit_arguments(*_arguments(problem, tensors, workspace), None)
 
 
 def _arguments(problem: GemmProblem, tensors: GemmTensors, workspace: torch.Tensor | None) -> tuple[Any, ...]:
@@ -181,7 +183,10 @@ def run(
     if tensors.bias_grad is not None:
         targets["bias_grad"] = tensors.bias_grad.contiguous()
     prepared = tensors._replace(**operands, bias=bias, **targets)
-    _launch(specialise(problem, config, arch, vectorised), _arguments(problem, prepared, None))
+    workspace = None
+    if config.split_k > 1:
+        workspace = torch.empty(workspace_shape(problem, config), dtype=torch.float32, device=tensors.a.device)
+    _launch(specialise(problem, config, arch, vectorised), _arguments(problem, prepared, workspace))
     for name, target in targets.items():
         written = getattr(tensors, name)
         if target.data_ptr() != written.data_ptr():

@@ -1,12 +1,20 @@
-"""The launcher that the CDNA GEMM kernels share: one argument list, one grid."""
+"""What the CDNA GEMM kernels share: argument list, launcher, and the second kernel where K is split.
+
+With split_k parts of K, split_k workgroups multiply for each tile and leave their accumulators in the workspace; a second
+launch of one workgroup per tile adds them, part 0 first, and runs the epilogue. Each result is thus one fixed sum of
+float32, whichever workgroup was first. (Counting arrivals in memory would save the launch, but has the last workgroup add
+all parts of a tile alone, and relies on the order in which the dies' caches are written back.)
+"""
 
 from types import SimpleNamespace
 
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.schedule import num_tiles
-from fourwave.blocks.flydsl.tiles import WORKGROUP
+from fourwave.blocks.flydsl.epilogue import Partials, num_results, store_tile
+from fourwave.blocks.flydsl.memory import uniform
+from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
+from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
 
 # In the launcher's order. Those that a specialisation does not use are placeholders, which the kernel never reads.
 TENSORS = (
@@ -15,11 +23,49 @@ TENSORS = (
 )  # fmt: skip
 
 
-def launcher(kernel, geo):
+def finish(acc, epi, arguments, geo, split, place, tiles, tile, part, wave_m, wave_n, lane):
+    """The end of a kernel: the epilogue, or partial sums where K is split. place: m0, n0."""
+    if split == 1:
+        store_tile(acc, epi, arguments, *place, geo, wave_m, wave_n, lane)
+        return
+    Partials(arguments.workspace, part * tiles + tile, num_results(epi, geo), fx.Int32(fx.thread_idx.x)).store(acc)
+
+
+def _reduction(geo, epi, split):
+    @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
+    def gemm_reduction(arguments):
+        thread = fx.Int32(fx.thread_idx.x)
+        lane, wave = thread % WAVE, uniform(thread // WAVE)
+        tile = fx.Int32(fx.block_idx.x)
+        tiles_m, tiles_n = num_tiles(arguments.M, geo.tile_m), num_tiles(arguments.N, geo.tile_n)
+        m_tile, n_tile = output_tile(tile, tiles_m, tiles_n, geo.group_m)
+        acc = None
+        for part in fx.range_constexpr(split):
+            number = tile + tiles_m * tiles_n * part
+            values = Partials(arguments.workspace, number, num_results(epi, geo), thread).load()
+            acc = values if acc is None else [total + value for total, value in zip(acc, values)]
+        store_tile(
+            acc,
+            epi,
+            arguments,
+            m_tile * geo.tile_m,
+            n_tile * geo.tile_n,
+            geo,
+            wave // geo.waves_n,
+            wave % geo.waves_n,
+            lane,
+        )
+
+    return gemm_reduction
+
+
+def launcher(kernel, geo, epi=None, split=1):
     """A FlyDSL JIT function (*TENSORS, M, N, K, alpha, stream) that launches kernel(arguments), arguments by name.
 
     Tensors are as GemmTensors says, 8-bit types as bytes, scalars with one element. workspace: float32, scratch.
     """
+
+    reduction = None if split == 1 else _reduction(geo, epi, split)
 
     @flyc.jit
     def launch_gemm(
@@ -34,6 +80,8 @@ def launcher(kernel, geo):
             workspace=workspace, M=M, N=N, K=K, alpha=alpha,
         )  # fmt: skip
         tiles = num_tiles(M, geo.tile_m) * num_tiles(N, geo.tile_n)
-        kernel(arguments).launch(grid=(tiles, 1, 1), block=(WORKGROUP, 1, 1), stream=stream)
+        kernel(arguments).launch(grid=(tiles * split, 1, 1), block=(WORKGROUP, 1, 1), stream=stream)
+        if fx.const_expr(reduction is not None):
+            reduction(arguments).launch(grid=(tiles, 1, 1), block=(WORKGROUP, 1, 1), stream=stream)
 
     return launch_gemm

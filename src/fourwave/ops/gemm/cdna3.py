@@ -34,13 +34,13 @@ Source  operand layout of V_MFMA_F32_16X16X16_BF16, V_MFMA_F32_16X16X32_FP8_FP8:
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.epilogue import SWIGLU, row_sums, store_tile
+from fourwave.blocks.flydsl.epilogue import SWIGLU, row_sums
 from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, StagedCodes, StagedTile
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, uniform, wait_lds
 from fourwave.blocks.flydsl.mma import WaveMma
-from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
+from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
-from fourwave.ops.gemm.cdna import launcher
+from fourwave.ops.gemm.cdna import finish, launcher
 from fourwave.ops.gemm.config import block_scaled, code_format, geometry
 
 ARCH = "gfx942"
@@ -65,9 +65,11 @@ def build(spec, fmt, epi):
         lane = thread % WAVE
         wave = uniform(thread // WAVE)
         wave_m, wave_n = wave // geo.waves_n, wave % geo.waves_n
-        m_tile, n_tile = output_tile(
-            fx.Int32(fx.block_idx.x), num_tiles(M, geo.tile_m), num_tiles(N, geo.tile_n), geo.group_m
-        )
+        tiles_m, tiles_n = num_tiles(M, geo.tile_m), num_tiles(N, geo.tile_n)
+        step_k = geo.tile_k * geo.tiles_per_step
+        split = spec.config.split_k
+        tile, part, k_first, K = k_part(fx.Int32(fx.block_idx.x), tiles_m * tiles_n, K, step_k, split)
+        m_tile, n_tile = output_tile(tile, tiles_m, tiles_n, geo.group_m)
         m0, n0 = m_tile * geo.tile_m, n_tile * geo.tile_n
 
         lds = fx.SharedAllocator().allocate(Storage).peek()
@@ -89,7 +91,7 @@ def build(spec, fmt, epi):
         mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n, row_sums(epi, geo, wave_n))
 
         def load_tile(tile_index):
-            k0 = tile_index * geo.tile_k
+            k0 = k_first + tile_index * geo.tile_k
             return staged_a.load(k0) + staged_b.load(k0)
 
         def write_tile(values, stage):
@@ -113,7 +115,7 @@ def build(spec, fmt, epi):
 
         # Main loop, tiles_per_step K tiles a step. State: stage of tile k, tile k + 2 in registers, the first fragments
         # of tile k, the accumulators.
-        num_steps = num_tiles(K, geo.tile_k * geo.tiles_per_step)
+        num_steps = num_tiles(K - k_first, step_k)
         counts = [staged_a.values + staged_b.values, fragments_a.values, fragments_b.values]
         state = [fx.Int32(0)] + staged + frag_a + frag_b + mma.zero()
         for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
@@ -123,7 +125,7 @@ def build(spec, fmt, epi):
             frag_a = values[counts[0] : sum(counts[:2])]
             frag_b = values[sum(counts[:2]) : sum(counts)]
             acc = values[sum(counts) :]
-            for tile in fx.range_constexpr(geo.tiles_per_step):
+            for k_tile_of_step in fx.range_constexpr(geo.tiles_per_step):
                 for k_slice in fx.range_constexpr(geo.num_slices):
                     if fx.const_expr(k_slice < geo.num_slices - 1):
                         next_a, next_b = read_fragments(stage, k_slice + 1)
@@ -132,7 +134,7 @@ def build(spec, fmt, epi):
                         barrier()
                         keep_order()
                         write_tile(staged, stage)
-                        k_tile = fx.Int32(step) * geo.tiles_per_step + tile
+                        k_tile = fx.Int32(step) * geo.tiles_per_step + k_tile_of_step
                         staged = load_tile(k_tile + (NUM_STAGES + 1))
                         next_a, next_b = read_fragments(1 - stage, 0)
                     acc = mma.step(fragments_a.sort(frag_a), fragments_b.sort(frag_b), acc)
@@ -150,6 +152,6 @@ def build(spec, fmt, epi):
 
         # Epilogue.
         acc = [fx.Vector(value) for value in results[1 + sum(counts) :]]
-        store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane)
+        finish(acc, epi, arguments, geo, split, (m0, n0), tiles_m * tiles_n, tile, part, wave_m, wave_n, lane)
 
-    return launcher(gemm_cdna3, geo)
+    return launcher(gemm_cdna3, geo, epi, spec.config.split_k)

@@ -35,13 +35,13 @@ Source  operand layout of V_MFMA_F32_16X16X32_BF16, V_MFMA_F32_16X16X128_F8F6F4,
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.epilogue import SWIGLU, row_sums, store_tile
+from fourwave.blocks.flydsl.epilogue import SWIGLU, row_sums
 from fourwave.blocks.flydsl.loaders import BlockScales, Fragments, GlobalTile, load_direct
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, lds_struct, uniform, wait_lds, wait_loads
 from fourwave.blocks.flydsl.mma import WaveMma
-from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
+from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
-from fourwave.ops.gemm.cdna import launcher
+from fourwave.ops.gemm.cdna import finish, launcher
 from fourwave.ops.gemm.config import block_scaled, geometry
 
 ARCH = "gfx950"
@@ -67,12 +67,11 @@ def build(spec, fmt, epi):
         lane = thread % WAVE
         wave = uniform(thread // WAVE)
         wave_m, wave_n = wave // geo.waves_n, wave % geo.waves_n
-        m_tile, n_tile = output_tile(
-            fx.Int32(fx.block_idx.x),
-            num_tiles(M, geo.tile_m),
-            num_tiles(N, geo.tile_n),
-            geo.group_m,
-        )
+        tiles_m, tiles_n = num_tiles(M, geo.tile_m), num_tiles(N, geo.tile_n)
+        step_k = geo.tile_k * geo.tiles_per_step
+        split = spec.config.split_k
+        tile, part, k_first, K = k_part(fx.Int32(fx.block_idx.x), tiles_m * tiles_n, K, step_k, split)
+        m_tile, n_tile = output_tile(tile, tiles_m, tiles_n, geo.group_m)
         m0, n0 = m_tile * geo.tile_m, n_tile * geo.tile_n
 
         lds = fx.SharedAllocator().allocate(storage).peek()
@@ -89,7 +88,7 @@ def build(spec, fmt, epi):
         scales.share()
 
         def issue_loads(tile_index, stage):
-            k0 = tile_index * geo.tile_k
+            k0 = k_first + tile_index * geo.tile_k
             scales.issue(k0, stage)
             load_direct(global_a, lds_a, stage * geo.a.stage_bytes, k0, wave)
             load_direct(global_b, lds_b, stage * geo.b.stage_bytes, k0, wave)
@@ -111,7 +110,7 @@ def build(spec, fmt, epi):
 
         # Main loop, tiles_per_step K tiles a step. State: stage of tile k, its first fragments and their scales, the
         # accumulators.
-        num_steps = num_tiles(K, geo.tile_k * geo.tiles_per_step)
+        num_steps = num_tiles(K - k_first, step_k)
         counts = [fragments_a.values, fragments_b.values, num_scales]
         state = [fx.Int32(0)] + frag_a + frag_b + scale + mma.zero()
         for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
@@ -121,10 +120,10 @@ def build(spec, fmt, epi):
             frag_b = values[counts[0] : sum(counts[:2])]
             scale = values[sum(counts[:2]) : sum(counts)]
             acc = values[sum(counts) :]
-            for tile in fx.range_constexpr(geo.tiles_per_step):
+            for k_tile_of_step in fx.range_constexpr(geo.tiles_per_step):
                 next_stage = (stage == geo.num_stages - 1).select(fx.Int32(0), stage + 1)
                 for k_slice in fx.range_constexpr(geo.num_slices):
-                    k_tile = fx.Int32(step) * geo.tiles_per_step + tile
+                    k_tile = fx.Int32(step) * geo.tiles_per_step + k_tile_of_step
                     if fx.const_expr(k_slice < geo.num_slices - 1):
                         next_a, next_b, next_scale = read_fragments(k_tile, stage, k_slice + 1)
                     else:
@@ -156,6 +155,6 @@ def build(spec, fmt, epi):
 
         # Epilogue.
         acc = [fx.Vector(value) for value in results[1 + sum(counts) :]]
-        store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane)
+        finish(acc, epi, arguments, geo, split, (m0, n0), tiles_m * tiles_n, tile, part, wave_m, wave_n, lane)
 
-    return launcher(gemm_cdna4, geo)
+    return launcher(gemm_cdna4, geo, epi, spec.config.split_k)

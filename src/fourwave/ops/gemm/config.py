@@ -36,6 +36,7 @@ FLOAT8 = {
 MAX_TILE_BYTES = 2**31  # one buffer resource: tile rows x row stride
 MAX_EXTENT = 2**31 - 2**12  # sizes are int32, and rounding up to a tile must not overflow
 RESERVED = 48  # registers per lane for addresses, loop state, epilogue
+MAX_SPLIT_K = 32
 # What of GemmProblem.why_refused the kernels know, on either machine.
 FEATURES = frozenset(f"scaling:{a}x{b}" for a in (None, "tensor", "row") for b in (None, "tensor", "row")) | {
     "scaling:1x32x1x32",
@@ -43,6 +44,7 @@ FEATURES = frozenset(f"scaling:{a}x{b}" for a in (None, "tensor", "row") for b i
     "bias_grad",
     "out:tensor",
     "swiglu",
+    "batch_invariant",
     "out:1x32",
 }
 ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu", "swiglu")
@@ -55,6 +57,7 @@ class GemmConfig:
     num_stages  LDS buffers per operand
     group_m     rows of tiles in a band that neighbouring workgroups walk through together (L2 reuse)
     mma         the matrix instruction; fixed by the machine
+    split_k     workgroups that share the reduction of a tile (cdna.py)
     """
 
     tile_m: int = 256
@@ -65,12 +68,13 @@ class GemmConfig:
     waves_n: int = 2
     group_m: int = 8
     mma: str = "16x16x32"
+    split_k: int = 1
 
     def __str__(self):
         return (
             f"{self.tile_m}x{self.tile_n}x{self.tile_k}, {self.num_stages} stages, "
             f"{self.waves_m}x{self.waves_n} waves, mma {self.mma}"
-        )
+        ) + (f", K split in {self.split_k}" if self.split_k > 1 else "")
 
 
 # tile_m, tile_n, tile_k, num_stages, waves_m, waves_n. One workgroup of the largest tile fills a compute unit's
@@ -148,6 +152,16 @@ def candidates_for(problem: GemmProblem, arch: str) -> list[GemmConfig]:
     if dequantizes(problem, arch):
         return [GemmConfig(*sizes, mma=mma(2, arch)) for sizes in _CANDIDATES_DEQUANTIZED]
     return candidates(arch, multiplied_bytes(problem, arch))
+
+
+def workspace_shape(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:
+    """Of the float32 accumulators that the workgroups leave where K is split: a row for each part of each tile."""
+    tiles = -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
+    sums = 0 if problem.bias_grad_dtype is None else config.tile_m // config.waves_m // 16
+    if config.waves_n > 1 and sums % 2 == 0:
+        sums //= 2  # epilogue.row_sums
+    results = config.tile_m // config.waves_m // 16 * (config.tile_n // config.waves_n // 16) + sums
+    return config.split_k * tiles, results * 1024
 
 
 def modelled_clocks(config: GemmConfig, elem_bytes: int, arch: str) -> tuple[float, float]:
@@ -351,13 +365,26 @@ def _why_operands_unsupported(problem, arch):
 
 
 def _why_config_unsupported(problem, config, arch):
-    for name in ("tile_m", "tile_n", "tile_k", "num_stages", "waves_m", "waves_n", "group_m"):
+    for name in ("tile_m", "tile_n", "tile_k", "num_stages", "waves_m", "waves_n", "group_m", "split_k"):
         value = getattr(config, name)
         if not isinstance(value, int) or value < 1:
             return f"{name}={value!r}: an int of at least 1 is needed"
     elem_bytes = multiplied_bytes(problem, arch)
     if config.mma != mma(elem_bytes, arch):
         return f"mma {config.mma}: the {arch} kernel multiplies with {mma(elem_bytes, arch)}"
+    if config.split_k > 1:
+        if config.split_k > MAX_SPLIT_K:
+            return f"split_k={config.split_k}: at most {MAX_SPLIT_K}"
+        if problem.batch_invariant:
+            return f"split_k={config.split_k} with batch_invariant: sums are not split, whatever M is"
+        if block_scaled(problem):
+            return f"split_k={config.split_k} with scales of blocks of 32: the kernels bring them from k = 0 on"
+        if in_halves(config, elem_bytes, arch):
+            return (
+                f"split_k={config.split_k} with num_stages=2: the kernel that brings tiles in halves does not split K"
+            )
+        if workspace_shape(problem, config)[0] >= 2**31:
+            return f"split_k={config.split_k}: the workspace has 2**31 rows or more"
     if config.waves_m * config.waves_n != 4:
         return f"{config.waves_m} x {config.waves_n} waves: a workgroup has four"
     if config.tile_m > 256 or config.tile_n > 256:
