@@ -70,7 +70,7 @@ def build(spec, fmt, epi):
         tiles_m, tiles_n = num_tiles(M, geo.tile_m), num_tiles(N, geo.tile_n)
         step_k = geo.tile_k * geo.tiles_per_step
         split = spec.config.split_k
-        tile, part, k_first, K = k_part(fx.Int32(fx.block_idx.x), tiles_m * tiles_n, K, step_k, split)
+        tile, share, k_first, K = k_part(fx.Int32(fx.block_idx.x), tiles_m * tiles_n, K, step_k, split)
         m_tile, n_tile = output_tile(tile, tiles_m, tiles_n, geo.group_m)
         m0, n0 = m_tile * geo.tile_m, n_tile * geo.tile_n
 
@@ -155,6 +155,6 @@ def build(spec, fmt, epi):
 
         # Epilogue.
         acc = [fx.Vector(value) for value in results[1 + sum(counts) :]]
-        finish(acc, epi, arguments, geo, split, (m0, n0), tiles_m * tiles_n, tile, part, wave_m, wave_n, lane)
+        finish(acc, epi, arguments, geo, split, (m0, n0), tiles_m * tiles_n, tile, share, wave_m, wave_n, lane)
 
     return launcher(gemm_cdna4, geo, epi, spec.config.split_k)
