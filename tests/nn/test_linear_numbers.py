@@ -95,8 +95,39 @@ def check(
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("unquantized", "delayed hybrid", "blocks", "mxfp8", "mxfp4")
+
+
+@pytest.mark.parametrize("case", QUICK)
 def test_products_on_each_backend(target: Target, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    run_case(target, case, caplog)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK])
+def test_other_recipes(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    run_case(Target("native", "cpu"), case, caplog)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "mxfp4" not in case])
+def test_operands_stored_transposed(
+    case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NVIDIA GPUs: every product reaches the backend with the reduction last, and the numbers are the same."""
+    from fourwave.nn import products
+
+    monkeypatch.setattr(products, "_stores_transposed", lambda t, plan: True)
+    run_case(Target("native", "cpu"), case, caplog)
+    if CASES[case][2] is not None:
+        assert all(" TN " in r.getMessage() for r in caplog.records if r.getMessage().startswith("gemm "))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case not in QUICK])
+def test_other_recipes_on_each_backend(target: Target, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    run_case(target, case, caplog)
+
+
+def run_case(target: Target, case: str, caplog: pytest.LogCaptureFixture) -> None:
     device, backend = target.device, target.backend
     recipe = CASES[case][0]
     fnuz = backend == "sim:gfx942" or None
@@ -155,3 +186,49 @@ def test_columns_are_not_the_rows() -> None:
     w = spread(96, 64, dtype=torch.float32, seed=1, device="cpu")
     rowwise = values(w, "mxfp8_e4m3", "rowwise", "floor", None, None)
     assert not torch.equal(rowwise, values(w, "mxfp8_e4m3", "columnwise", "floor", None, None))
+
+
+@pytest.mark.parametrize("case", ["unquantized", "blocks", "mxfp8"])
+def test_grouped_products_on_each_backend(target: Target, case: str) -> None:
+    """fw.nn.GroupedLinear, forward, dgrad and wgrad, an empty group and rows past the last one included."""
+    recipe, fprop, dgrad, wgrad, rule = CASES[case]
+    device, backend, dtype = target.device, target.backend, torch.bfloat16
+    fnuz = backend == "sim:gfx942" or None
+    sizes, k, n = [3, 0, 9, 5], 128, 256
+    rows = sum(sizes) + 4
+    torch.manual_seed(0)
+    module = fw.nn.GroupedLinear(4, k, n, bias=False, params_dtype=dtype, device=device)
+    with torch.no_grad():
+        module.weight.copy_(spread(4, n, k, dtype=dtype, seed=1, device=device))
+    x = spread(rows, k, dtype=dtype, seed=2, device=device).requires_grad_()
+    g = spread(rows, n, dtype=dtype, seed=3, device=device)
+    try:
+        with fw.use_backend(backend):
+            with fw.autocast(recipe=recipe):
+                y = module(x, torch.tensor(sizes, device=device))
+            y.backward(g)
+    except NotImplementedError as why:
+        if backend == "native":
+            raise
+        pytest.skip(f"{backend} says: {why}")
+    none = (None, None)
+
+    def operand(t: torch.Tensor, name: str | None, direction: str) -> torch.Tensor:
+        return values(t, name, direction, rule, None, fnuz).view(t.shape)
+
+    def close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        bounds.assert_within(out.detach(), a @ b.mT, bounds.gemm_bound(a, b, dtype, scaled=True))
+
+    fx, fw_ = fprop or none
+    dg, dw_ = dgrad or none
+    wg, wx = wgrad or none
+    w = module.weight
+    start = 0
+    for group, size in enumerate(sizes):
+        span = slice(start, start + size)
+        close(y[span], operand(x, fx, "rowwise")[span], operand(w, fw_, "rowwise")[group])
+        assert x.grad is not None and w.grad is not None
+        close(x.grad[span], operand(g, dg, "rowwise")[span], operand(w, dw_, "columnwise")[group].mT)
+        close(w.grad[group], operand(g, wg, "columnwise")[span].mT, operand(x, wx, "columnwise")[span].mT)
+        start += size
+    assert x.grad is not None and not y[start:].any() and not x.grad[start:].any()

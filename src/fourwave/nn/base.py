@@ -184,16 +184,19 @@ class QuantizedModule(nn.Module):
     # -- saving and loading
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
-        # Scales and amax stay float32 whatever the module is cast to.
-        state = {name: getattr(self, name) for name in _STATE}
-        for name in _STATE:
+        # Scales and amax stay float32, and codes what they are, whatever the module is cast to.
+        state = {name: tensor for name in self._uncast() if (tensor := getattr(self, name)) is not None}
+        for name in state:
             setattr(self, name, None)
         super()._apply(fn, recurse)
         for name, tensor in state.items():
-            if tensor is not None:
-                moved = fn(tensor)
-                setattr(self, name, moved if moved.dtype == torch.float32 else tensor.to(moved.device))
+            moved = fn(tensor)
+            setattr(self, name, moved if moved.dtype == tensor.dtype else tensor.to(moved.device))
         return self
+
+    def _uncast(self) -> list[str]:
+        """Buffers whose type is not the module's."""
+        return list(_STATE)
 
     def _load_from_state_dict(
         self,

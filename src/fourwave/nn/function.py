@@ -120,6 +120,10 @@ class _Linear(torch.autograd.Function):
         if plan.delayed:
             assert scales is not None
             x_scale, w_scale = scales[slot + INPUT], scales[slot + WEIGHT]
+        if cached is not None and cached.col is None and call.need_x:
+            raise ValueError(
+                "the weight is stored for forward passes only, and the input requires grad: store it with dgrad=True"
+            )
         xs = pair(
             products.rows(x), plan.x, plan.x_t, plan, need_row=True, need_col=call.need_w, scale=x_scale, **options
         )  # fmt: skip

@@ -72,14 +72,12 @@ class GroupedLinear(LinearBase):
             )
         step = self._begin(x.device)
         grad = torch.is_grad_enabled()
-        weight, bias, main_grad, overwrite = self.weight, self.bias, None, False
-        if self.fuse_wgrad_accumulation and weight.requires_grad and grad:
-            main_grad, overwrite = self._main_grad("weight", is_first_microbatch)
+        bias = self.bias
+        weight, cached, main_grad, overwrite = self._weight("weight", x, step, 0, is_first_microbatch)
         call = Call(
             step.plan, compute_dtype(x), weight.dtype, None, grad and x.requires_grad, grad and weight.requires_grad,
             grad and bias is not None and bias.requires_grad, step.observe, 0, step.fnuz, step.backend, overwrite,
         )  # fmt: skip
-        cached = self._quantized("weight", weight, x, step, 0, is_first_microbatch)
         later = self._delayed if self.delay_wgrad_compute else None
         result = _Grouped.apply(x, weight, bias, m_sizes, step.scales, step.history, main_grad, call, cached, later)
         if not isinstance(result, tuple):

@@ -62,6 +62,7 @@ class LayerNormMLP(LinearBase):
     """
 
     linears = 2
+    _weights = ("fc1_weight", "fc2_weight")
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 
 from fourwave.nn.base import QuantizedModule, Step
-from fourwave.nn.function import linear, quantize_weight
-from fourwave.nn.products import Pair
+from fourwave.nn.function import compute_dtype, linear, quantize_weight
+from fourwave.nn.products import Packed, Pair, pack, pair, unpack
 from fourwave.nn.weights import WeightCache
-from fourwave.recipes import Recipe
+from fourwave.quantize import QuantizedTensor
+from fourwave.quantize.tensor import FORMATS
+from fourwave.recipes import Plan, Recipe
 
 Tensor = torch.Tensor
 
@@ -20,10 +23,13 @@ Tensor = torch.Tensor
 class LinearBase(QuantizedModule):
     """What modules with one or more weights share: main_grad, delayed wgrad, kept quantized weights."""
 
+    _weights: tuple[str, ...] = ("weight",)
+
     def __init__(self, recipe: Recipe | None, fuse_wgrad_accumulation: bool, delay_wgrad_compute: bool) -> None:
         super().__init__(recipe)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
+        self._stored: dict[str, StoredWeight] = {}
 
     def _forget(self) -> None:
         super()._forget()
@@ -47,20 +53,35 @@ class LinearBase(QuantizedModule):
         slot: int = 0,
     ) -> Tensor:
         """act(x @ weight.T + bias) with the parameter called `name`."""
-        weight = getattr(self, name)
-        if x.shape[-1] != weight.shape[1]:
+        weight, cached, main_grad, overwrite = self._weight(name, x, step, slot, is_first_microbatch)
+        columns = self._stored[name].shape[1] if name in self._stored else weight.shape[1]
+        if x.shape[-1] != columns:
             raise ValueError(
-                f"x is {tuple(x.shape)}; its last dimension must be {weight.shape[1]}, the input features of {name} "
-                f"{tuple(weight.shape)}"
+                f"x is {tuple(x.shape)}; its last dimension must be {columns}, the input features of {name}"
             )
+        return linear(
+            x, weight, bias, step, activation=activation, slot=slot, cached=cached, main_grad=main_grad, overwrite=overwrite,
+            later=self._delayed if self.delay_wgrad_compute else None,
+        )  # fmt: skip
+
+    def _weight(
+        self, name: str, x: Tensor, step: Step, slot: int, is_first_microbatch: bool | None
+    ) -> tuple[Tensor, Pair | None, Tensor | None, bool]:
+        """(weight, its quantized form if there is one, main_grad, whether that is overwritten) of the parameter `name`.
+
+        Of a weight that is stored in quantized form, the first is an empty tensor that stands for it in autograd.
+        """
+        if name in self._stored:
+            stored = self._stored[name]
+            main_grad = getattr(self, f"{name}_main_grad")
+            trains = main_grad is not None and torch.is_grad_enabled()
+            stand_in = torch.empty(0, dtype=stored.dtype, device=x.device, requires_grad=trains)
+            return stand_in, stored.pair(self, step.plan, compute_dtype(x)), main_grad, bool(is_first_microbatch)
+        weight = getattr(self, name)
         main_grad, overwrite = None, False
         if self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled():
             main_grad, overwrite = self._main_grad(name, is_first_microbatch)
-        return linear(
-            x, weight, bias, step, activation=activation, slot=slot,
-            cached=self._quantized(name, weight, x, step, slot, is_first_microbatch), main_grad=main_grad,
-            overwrite=overwrite, later=self._delayed if self.delay_wgrad_compute else None,
-        )  # fmt: skip
+        return weight, self._quantized(name, weight, x, step, slot, is_first_microbatch), main_grad, overwrite
 
     def _main_grad(self, name: str, is_first_microbatch: bool | None) -> tuple[Tensor, bool]:
         """(main_grad of a parameter, whether it is overwritten)"""
@@ -93,6 +114,48 @@ class LinearBase(QuantizedModule):
             refresh=bool(is_first_microbatch),
         )  # fmt: skip
 
+    def store_quantized(self, recipe: Recipe, *, dgrad: bool = True, main_grad: bool = False) -> None:
+        """Keep the weights in the recipe's formats only, as buffers; the parameters are gone.
+
+        dgrad      keep what dgrad reads, too; False: forward passes only
+        main_grad  have `<name>_main_grad`, float32, which wgrad adds to. An optimizer with master weights reads it and gives the
+                   new values to `set_weight`. False: the weights are frozen
+
+        Modules then run under this recipe, or unquantized from the stored values. DelayedScaling has no scale to store by.
+        """
+        plan = recipe.plan
+        if plan.w is None or plan.delayed or (dgrad and plan.w_t is None):
+            raise ValueError(
+                f"{recipe}: weights are stored in the formats of CurrentScaling, BlockScaling, MXFP8 or MXFP4, for dgrad with a "
+                "quantized backward pass"
+            )
+        for name in self._weights:
+            weight = getattr(self, name)
+            if weight is None:
+                raise ValueError(f"{name} is stored in quantized form already")
+            stored = StoredWeight(name, plan, dgrad, tuple(weight.shape), weight.dtype)
+            self._stored[name] = stored
+            for part, tensor in stored.quantize(weight.detach()).items():
+                self.register_buffer(part, tensor)
+            grad = torch.zeros_like(weight, dtype=torch.float32) if main_grad else None
+            self.register_buffer(f"{name}_main_grad", grad, persistent=False)
+            setattr(self, name, None)
+
+    def set_weight(self, name: str, values: Tensor) -> None:
+        """Quantize new values of a stored weight into its buffers."""
+        stored = self._stored.get(name)
+        if stored is None:
+            raise ValueError(f"{name} is not stored in quantized form: {', '.join(self._stored) or 'no weight'} is")
+        if tuple(values.shape) != stored.shape:
+            raise ValueError(f"values are {tuple(values.shape)}; {name} is {stored.shape}")
+        with torch.no_grad():
+            for part, tensor in stored.quantize(values.detach()).items():
+                getattr(self, part).copy_(tensor)
+
+    def _uncast(self) -> list[str]:
+        parts = [part for stored in self._stored.values() for part in stored.parts()]
+        return [*super()._uncast(), *parts, *[f"{name}_main_grad" for name in self._stored]]
+
     def backward_dw(self) -> None:
         """Compute the weight gradients that delay_wgrad_compute put off, and add them to .grad or main_grad."""
         waiting, self._delayed[:] = list(self._delayed), []
@@ -102,6 +165,46 @@ class LinearBase(QuantizedModule):
                 if wgrad.main_grad is not None:
                     continue
                 weight.grad = dw if weight.grad is None else weight.grad + dw
+
+
+class StoredWeight:
+    """A weight that exists in quantized form only: what its buffers mean."""
+
+    def __init__(self, name: str, plan: Plan, dgrad: bool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.name, self.plan, self.dgrad, self.shape, self.dtype = name, plan, dgrad, shape, dtype
+        self.rows = math.prod(shape[:-1])
+        # One copy serves both directions where the formats say so.
+        self.separate = dgrad and not (plan.w == plan.w_t and FORMATS[plan.w or ""].one_copy)
+
+    def parts(self) -> list[str]:
+        return [f"{self.name}_{part}" for part in ("row", "row_scale", *("col", "col_scale") * self.separate)]
+
+    def quantize(self, values: Tensor) -> dict[str, Tensor]:
+        plan = self.plan
+        made = pair(values, plan.w, plan.w_t, plan, need_row=True, need_col=self.separate, transposed=False)
+        tensors = [*pack(made.row, "rowwise")[1], *pack(made.col, "columnwise")[1]]
+        return dict(zip(self.parts(), tensors, strict=True))
+
+    def pair(self, module: nn.Module, plan: Plan, dtype: torch.dtype) -> Pair:
+        """Both operands from the module's buffers."""
+        tensors = [getattr(module, part) for part in self.parts()]
+        row = unpack(Packed(self.plan.w, (self.rows, self.shape[-1]), "rowwise"), tensors)
+        assert isinstance(row, QuantizedTensor)
+        if plan.w is None:
+            values = row.dequantize(dtype).view(self.shape)
+            return Pair(values, values)
+        if plan.w != self.plan.w or (self.dgrad and plan.w_t not in (self.plan.w_t, None)):
+            raise ValueError(
+                f"{self.name} is stored as {self.plan.w} and, for dgrad, {self.plan.w_t if self.dgrad else 'not at all'}; the recipe "
+                f"in force wants {plan.w} and {plan.w_t}"
+            )
+        if not self.dgrad:
+            return Pair(row, None)
+        if plan.w_t is None:
+            return Pair(row, row.dequantize(dtype).view(self.shape))
+        if not self.separate:
+            return Pair(row, row)
+        return Pair(row, unpack(Packed(self.plan.w_t, (self.rows, self.shape[-1]), "columnwise"), tensors))
 
 
 def made_parameter(shape: tuple[int, ...], device: Any, dtype: torch.dtype | None) -> nn.Parameter:
