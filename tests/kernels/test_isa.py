@@ -40,8 +40,10 @@ def compiled(
     scaling=None,
 ):
     a, b = dtype if isinstance(dtype, tuple) else (dtype, dtype)
+    a_scaling, b_scaling = scaling if isinstance(scaling, tuple) else (scaling, scaling)
     problem = GemmProblem(
-        4096, 4096, 4096, layout, a, b, out_dtype, bias_dtype, activation, accumulate, a_scaling=scaling, b_scaling=scaling
+        4096, 4096, 4096, layout, a, b, out_dtype, bias_dtype, activation, accumulate,
+        a_scaling=a_scaling, b_scaling=b_scaling,
     )  # fmt: skip
     return isa.compile_isa(problem, candidates_for(problem, arch)[index], arch, vectorised=vectorised)
 
@@ -175,6 +177,38 @@ def test_dequantized(layout, index):
     assert (loop.loads_to_lds, loop.stores, loop.barriers) == (0, 0, tiles)
     codes = tiles * (geo.a.loads + geo.b.loads) // 2
     assert codes < loop.loads <= 2 * codes  # and their scales
+
+
+@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 4))])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_wide_scales(arch, index):
+    """Scales of 128 k by software: one of a for each fragment and block, one of b; nothing in AGPRs, which vector instructions
+    do not reach."""
+    scaling = ("1x128", "128x128")
+    problem = GemmProblem(64, 64, 64, "TN", *FLOAT8[arch], BF16, a_scaling=scaling[0], b_scaling=scaling[1])
+    config = candidates_for(problem, arch)[index]
+    geo = geometry(config, "TN", 1, arch, "128" if arch == "gfx950" else False)
+    kernel = compiled(arch, "TN", index, FLOAT8[arch], scaling=scaling)
+    print(kernel)
+    loop, tiles = kernel.main_loop, geo.tiles_per_step
+    _check_spills(kernel)
+    assert kernel.agpr == 0
+    assert kernel.lds_bytes == lds_bytes(config, "TN", 1, arch, geo.scales) <= LDS_BYTES[arch]
+    assert loop.k == tiles * config.tile_k
+    blocks = loop.k // 128
+    assert loop.mfma == geo.frags_m * geo.frags_n * blocks * (1 if arch == "gfx950" else 4)
+    scale_reads = (geo.frags_m + 1) * blocks
+    read = sum(_read_bytes(op) * count for op, count in loop.lds_reads.items())
+    assert loop.lds_reads["ds_read_b128"] == (geo.frags_m + geo.frags_n) * loop.k // 64
+    if arch == "gfx950":
+        assert read == 16 * loop.lds_reads["ds_read_b128"] + 4 * scale_reads
+        assert (loop.loads_to_lds, loop.loads) == (tiles * geo.loads_per_tile, 0)
+        counted = [wait for wait in loop.waits if "vmcnt" in wait]
+        assert len(counted) == tiles
+        assert all(f"vmcnt({(geo.num_stages - 2) * geo.loads_per_tile})" in wait for wait in counted)
+    else:
+        assert read == 16 * loop.lds_reads["ds_read_b128"]
+        assert (loop.loads_to_lds, loop.loads) == (0, tiles * (geo.a.loads + geo.b.loads) + scale_reads)
 
 
 @pytest.mark.parametrize(("arch", "layout", "index"), ALL)

@@ -28,6 +28,7 @@ from fourwave.blocks.flydsl.tiles import (
     WAVE,
     WORKGROUP,
     CodeTile,
+    log2,
 )
 
 
@@ -334,9 +335,9 @@ class Fragments:
 
 
 class GlobalScales:
-    """The scales (e8m0 bytes) of the rows of one operand that a workgroup reads, SCALE_BLOCKS blocks of K at a time.
+    """The scales of the rows of one operand that a workgroup reads, SCALE_K of K at a time.
 
-    tensor  [extent, blocks] or, where K is not contiguous, [blocks, extent]; rows of whole chunks, zeros behind the last block
+    tensor  e8m0 bytes or float32, [extent, blocks] or, where K is not contiguous, [blocks, extent]; rows of whole chunks, zeros behind the last block
     chunk   which chunk of ScaleTile this lane brings; none from tile.chunks on
     """
 
@@ -345,13 +346,13 @@ class GlobalScales:
         self.k_contiguous = scale_tile.tile.k_contiguous
         self.rows = fx.Int32(fx.get_scalar(tensor.shape[0]))
         self.columns = fx.Int32(fx.get_scalar(tensor.shape[1]))
-        self.row_bytes = fx.Int64(fx.get_scalar(tensor.stride[0]))
-        self.blocks = (K + 31) >> 5
-        self.row0 = row0
+        self.row_bytes = fx.Int64(fx.get_scalar(tensor.stride[0])) * scale_tile.elem_bytes
+        self.blocks = (K + (scale_tile.block_k - 1)) >> log2(scale_tile.block_k)
+        self.row0 = row0 = scale_tile.first_row(row0)
         self.pitch = pitch = fx.Int32(self.row_bytes)
         if self.k_contiguous:
             inside = chunk < scale_tile.chunks
-            offset = scale_tile.tile.source_row(chunk) * pitch
+            offset = scale_tile.row_of(chunk) * pitch
         else:
             line = chunk // scale_tile.line_chunks
             column = ((chunk % scale_tile.line_chunks) ^ scale_tile.key(line)) * CHUNK_BYTES
@@ -359,8 +360,9 @@ class GlobalScales:
             offset = line * pitch + column
         self.offset = select(inside, offset, OUT_OF_RANGE)
 
-    def step(self, block0):
-        """Buffer of the blocks from block0 (Int32, uniform) on; everything is zero past K."""
+    def step(self, k0):
+        """Buffer of the blocks from that of k0 (Int32, uniform) on; everything is zero past K."""
+        block0 = k0 >> log2(self.tile.block_k)
         if self.k_contiguous:
             first, start = self.row0, block0
             used_rows = minimum(self.rows - self.row0, fx.Int32(self.tile.chunks))
@@ -369,17 +371,21 @@ class GlobalScales:
             first, start = block0, self.row0
             used_rows = minimum(self.rows - block0, fx.Int32(SCALE_BLOCKS))
             used_columns = self.columns - self.row0
-        byte_offset = fx.Int64(first) * self.row_bytes + fx.Int64(start)
-        num_bytes = (used_rows - 1) * self.pitch + used_columns
+        size = self.tile.elem_bytes
+        byte_offset = fx.Int64(first) * self.row_bytes + fx.Int64(start) * size
+        num_bytes = (used_rows - 1) * self.pitch + used_columns * size
         return Buffer(self.tensor, byte_offset, select(block0 < self.blocks, num_bytes, 0))
 
 
 class FragmentScales:
-    """Reads the scales that belong to one wave's fragments: byte 0 of an Int32 for each fragment. tile None: there are none."""
+    """Reads the scales that belong to one wave's fragments: for each fragment byte 0 of an Int32, or a Float32; of cells one
+    Float32 for all. tile None: there are none."""
 
     def __init__(self, scale_tile, lds, place, first_row, count, lane):
         """place: offset of the first slot in lds; first_row: of the fragments in the tile, a multiple of 16 * min(count, 4)."""
         self.tile, self.lds, self.count = scale_tile, lds, count
+        if getattr(scale_tile, "cells", False):
+            self.count = count = 1  # a wave's part of the tile has at most 128 rows
         if scale_tile is not None:
             group, row = lane // MMA_M, lane % MMA_M
             self.bases = [place + scale_tile.address(first_row + i * MMA_M + row, group) for i in range(0, count, 4)]
@@ -398,8 +404,38 @@ class FragmentScales:
         bases = [base + at for base in self.bases]
         values = []
         for i in range(self.count):
-            byte = lds_read(self.lds, bases[i // 4] + i % 4 * self.tile.fragment_bytes, 1, fx.Uint8)[0]
-            values.append(fx.Vector.filled(1, byte.to(fx.Int32), fx.Int32))
+            at = bases[i // 4] + i % 4 * self.tile.fragment_bytes
+            if self.tile.elem_bytes == 4:
+                values.append(lds_read(self.lds, at, 1, fx.Float32))
+            else:
+                values.append(fx.Vector.filled(1, lds_read(self.lds, at, 1, fx.Uint8)[0].to(fx.Int32), fx.Int32))
+        return values
+
+
+class RegisterScales:
+    """gfx942: float32 scales of blocks of 128 k straight into registers: those of a wave's rows of a, and that of its rows of b."""
+
+    def __init__(self, arguments, geo, m0, n0, wave_m, wave_n, lane):
+        self.K = arguments.K
+        rows = [wave_m * geo.wave_tile_m + geo.a.fragment_row(i, lane % MMA_M) for i in range(geo.frags_m)]
+        cell = ((n0 + wave_n * geo.wave_tile_n) >> 7) - (n0 >> 7)
+        self.operands = []
+        for tensor, row0, lines in ((arguments.a_scale, m0, rows), (arguments.b_scale, n0 >> 7, [cell])):
+            shape = [fx.Int32(fx.get_scalar(size)) for size in tensor.shape]
+            pitch = fx.Int64(fx.get_scalar(tensor.stride[0])) * 4
+            offsets = [line * fx.Int32(pitch) for line in lines]
+            self.operands.append((tensor, row0, shape, pitch, offsets))
+
+    def load(self, k0):
+        """Of the block that begins at k0 (Int32, uniform); zeros past K. Float32 Vectors of one: of a's fragments, then of b."""
+        block = k0 >> 7
+        values = []
+        for tensor, row0, (rows, columns), pitch, offsets in self.operands:
+            used = minimum(rows - row0, fx.Int32(256))
+            num_bytes = (used - 1) * fx.Int32(pitch) + (columns - block) * 4
+            base = fx.Int64(row0) * pitch + fx.Int64(block) * 4
+            buffer = Buffer(tensor, base, select((k0 < self.K) & (used > 0), num_bytes, 0))
+            values += [buffer.load(offset, 1, fx.Float32) for offset in offsets]
         return values
 
 
@@ -458,7 +494,7 @@ class BlockScales:
         for unit, a, b in self.units:
             of_a = unit < self.waves("a")
             brings = ((k0 & (SCALE_K - 1)) == 0) & (unit < self.waves("a") + self.waves("b"))
-            buffer = a.step(k0 >> 5).otherwise(of_a, b.step(k0 >> 5))
+            buffer = a.step(k0).otherwise(of_a, b.step(k0))
             offset = select(brings, select(of_a, a.offset, b.offset), OUT_OF_RANGE)
             place = select(of_a, self.slot("a", k0), self.slot("b", k0) - self.waves("a") * wave_bytes)
             place = select(brings, place, idle) + unit * wave_bytes
@@ -468,9 +504,7 @@ class BlockScales:
         """All scales of SCALE_K k of one operand with 4 * WAVE chunks. One load."""
         if self.geo.scales:
             source = self.source(name, self.wave)
-            source.step(k0 >> 5).load_to_lds(
-                self.lds, self.slot(name, k0) + self.wave * (WAVE * CHUNK_BYTES), source.offset
-            )
+            source.step(k0).load_to_lds(self.lds, self.slot(name, k0) + self.wave * (WAVE * CHUNK_BYTES), source.offset)
 
     def issue_alternating(self, step):
         """In step 2 * i those of a, in step 2 * i + 1 those of b, both for the i + 1st SCALE_K of K. One load."""
@@ -480,6 +514,6 @@ class BlockScales:
         of_a = (step & 1) == 0
         k0 = ((step >> 1) + 1) * SCALE_K
         a, b = self.source("a", self.wave), self.source("b", self.wave)
-        buffer = a.step(k0 >> 5).otherwise(of_a, b.step(k0 >> 5))
+        buffer = a.step(k0).otherwise(of_a, b.step(k0))
         place = select(of_a, self.slot("a", k0), self.slot("b", k0)) + self.wave * (WAVE * CHUNK_BYTES)
         buffer.load_to_lds(self.lds, place, select(of_a, a.offset, b.offset))

@@ -134,6 +134,27 @@ class WaveMma:
             out[index] = self._sum(a, i, out[index])
         return out
 
+    def add_scaled(self, products, acc, row_scales, column_scale):
+        """acc[i][j] + products[i][j] * (row_scales[i] * column_scale), Float32 Vectors of one."""
+        factors = [fx.Vector.filled(ACC_PER_LANE, scale[0] * column_scale[0], fx.Float32) for scale in row_scales]
+        return [
+            fx.Vector(fx.fma(product, factors[index // self.frags_n], old))
+            for index, (product, old) in enumerate(zip(products, acc, strict=True))
+        ]
+
+    def fold(self, a, b, acc, row_scales, column_scale):
+        """acc += (a[i] @ b[j]) * (row_scales[i] * column_scale), slices of 128 k of 8-bit operands on gfx950. One product at a
+        time: all of them would need as many registers again as acc."""
+        assert self.parts == 1
+        zero = fx.Vector.filled(ACC_PER_LANE, 0.0, fx.Float32)
+        factors = [fx.Vector.filled(ACC_PER_LANE, scale[0] * column_scale[0], fx.Float32) for scale in row_scales]
+        out = list(acc)
+        for j in range(self.frags_n):
+            for i in range(self.frags_m):
+                index = i * self.frags_n + j
+                out[index] = fx.Vector(fx.fma(self._mfma(b[j], a[i], zero), factors[i], out[index]))
+        return out
+
     def _sum(self, a, i, acc):
         fragment = a[i]
         if self.sums_part is not None:

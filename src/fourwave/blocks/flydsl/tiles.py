@@ -276,6 +276,16 @@ class ScaleTile:
 
     tile: OperandTile  # of 8-bit elements, not halved
     slots: int  # a power of two; SCALE_K k each
+    block_k = 32
+    elem_bytes = 1
+
+    def row_of(self, chunk):
+        """Row of the tile whose scales chunk `chunk` holds, where K is contiguous."""
+        return self.tile.source_row(chunk)
+
+    def first_row(self, row0):
+        """Row of the scales that belongs to row row0 of the operand."""
+        return row0
 
     @property
     def chunks(self):
@@ -316,6 +326,36 @@ class ScaleTile:
 
 
 @dataclass(frozen=True)
+class WideScaleTile:
+    """The same for float32 scales of blocks of 128 k, where K is contiguous: one for each row, or one for 128 rows (cells)."""
+
+    tile: OperandTile
+    slots: int
+    cells: bool
+    block_k = 128
+    elem_bytes = 4
+    slice_bytes = 4
+    fragment_bytes = MMA_M * CHUNK_BYTES
+
+    @property
+    def chunks(self):
+        return max(1, self.tile.extent // 128) if self.cells else self.tile.extent
+
+    @property
+    def slot_bytes(self):
+        return max(self.chunks, WAVE) * CHUNK_BYTES
+
+    def row_of(self, chunk):
+        return chunk if self.cells else self.tile.source_row(chunk)
+
+    def first_row(self, row0):
+        return row0 >> 7 if self.cells else row0
+
+    def address(self, row, lane_group):
+        return (row >> 7 if self.cells else row) * CHUNK_BYTES
+
+
+@dataclass(frozen=True)
 class Geometry:
     """Every size a GEMM kernel derives from its configuration and layout."""
 
@@ -328,7 +368,7 @@ class Geometry:
     group_m: int
     a: OperandTile
     b: OperandTile
-    scales: bool = False  # of blocks of 32 k, brought beside the operands
+    scales: bool | str = False  # True: of blocks of 32 k, "128": of 128, brought beside the operands
 
     @property
     def scale_slots(self):
@@ -339,6 +379,8 @@ class Geometry:
     @property
     def scale_tiles(self):
         """(a, b)"""
+        if self.scales == "128":
+            return WideScaleTile(self.a, self.scale_slots, False), WideScaleTile(self.b, self.scale_slots, True)
         return ScaleTile(self.a, self.scale_slots), ScaleTile(self.b, self.scale_slots)
 
     @property

@@ -15,6 +15,7 @@ from fourwave.ops.gemm.config import (
     MAX_TILE_BYTES,
     GemmConfig,
     block_scaled,
+    brings_scales,
     default_config,
     dequantizes,
     in_halves,
@@ -266,8 +267,9 @@ def _read_in_chunks(problem, config, arch, tensors):
     if problem.layout == "TN":
         rows_b = config.tile_n + (problem.N // 2 if problem.activation == SWIGLU else 0)  # of both halves
     read = [("a", tensors.a, rows_a), ("b", tensors.b, rows_b)]
-    if block_scaled(problem):
-        scales = ((name, getattr(tensors, name).view(torch.uint8)) for name in ("a_scale", "b_scale"))
+    if block_scaled(problem) or brings_scales(problem, arch):
+        scales = ((name, getattr(tensors, name)) for name in ("a_scale", "b_scale"))
+        scales = ((name, scale.view(torch.uint8) if scale.element_size() == 1 else scale) for name, scale in scales)
         # gfx942 reads single bytes where K is contiguous.
         contiguous = (problem.layout != "NT", problem.layout == "TN")
         read += [

@@ -4,7 +4,8 @@ a        TN, NN: [M, K]; NT: [K, M]          float32, bfloat16 or float16, inner
          or float8_e4m3fnuz and float8_e5m2fnuz, in any mix of a and b
          or float8_e4m3fn and float8_e5m2 with scales of blocks, see below
 b        TN: [N, K]; NN, NT: [K, N]          as a
-a_scale, b_scale   "1x32": float8_e8m0fnu in the operand's memory order ("tensor" and "row": epilogue.py)
+a_scale, b_scale   TN, "1x128" of a with "128x128" of b: float32, straight to registers; each product of 128 k is scaled
+                   before it is added. "1x32": float8_e8m0fnu in the operand's memory order ("tensor" and "row": epilogue.py)
 out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
 bias     [N], optional
 
@@ -35,13 +36,13 @@ import flydsl.compiler as flyc
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.epilogue import SWIGLU, row_sums
-from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, StagedCodes, StagedTile
+from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, RegisterScales, StagedCodes, StagedTile
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, uniform, wait_lds
 from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
 from fourwave.ops.gemm.cdna import finish, launcher
-from fourwave.ops.gemm.config import block_scaled, code_format, geometry
+from fourwave.ops.gemm.config import block_scaled, code_format, geometry, wide_scaled
 
 ARCH = "gfx942"
 NUM_STAGES = 2  # LDS buffers per operand
@@ -50,7 +51,7 @@ NUM_STAGES = 2  # LDS buffers per operand
 def build(spec, fmt, epi):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
     geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, swiglu=epi.activation == SWIGLU)
-    codes = block_scaled(spec.problem)
+    codes, wide = block_scaled(spec.problem), wide_scaled(spec.problem)
     assert geo.num_stages == NUM_STAGES, "why_unsupported lets nothing else through"
 
     @fx.struct
@@ -104,6 +105,14 @@ def build(spec, fmt, epi):
                 fragments_b.read(lds_b, stage * geo.b.stage_bytes, k_slice),
             )
 
+        num_scales = 0
+        if fx.const_expr(wide):
+            scales = RegisterScales(arguments, geo, m0, n0, wave_m, wave_n, lane)
+            num_scales = geo.frags_m + 1
+
+        def load_scales(k_slice):
+            return scales.load(k_slice * geo.a.slice_k) if wide else []
+
         # Prologue: tiles 0 and 1 to LDS, tile 2 in registers; the first fragments.
         tile0, tile1 = load_tile(fx.Int32(0)), load_tile(fx.Int32(1))
         write_tile(tile0, 0)
@@ -112,18 +121,20 @@ def build(spec, fmt, epi):
         wait_lds()
         barrier()
         frag_a, frag_b = read_fragments(fx.Int32(0), 0)
+        scale = load_scales(fx.Int32(0))
 
         # Main loop, tiles_per_step K tiles a step. State: stage of tile k, tile k + 2 in registers, the first fragments
-        # of tile k, the accumulators.
+        # of tile k, scales of its first 128 k, the accumulators.
         num_steps = num_tiles(K - k_first, step_k)
-        counts = [staged_a.values + staged_b.values, fragments_a.values, fragments_b.values]
-        state = [fx.Int32(0)] + staged + frag_a + frag_b + mma.zero()
+        counts = [staged_a.values + staged_b.values, fragments_a.values, fragments_b.values, num_scales]
+        state = [fx.Int32(0)] + staged + frag_a + frag_b + scale + mma.zero()
         for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
             stage = fx.Int32(state[0])
             values = [fx.Vector(value) for value in state[1:]]
             staged = values[: counts[0]]
             frag_a = values[counts[0] : sum(counts[:2])]
-            frag_b = values[sum(counts[:2]) : sum(counts)]
+            frag_b = values[sum(counts[:2]) : sum(counts[:3])]
+            scale = values[sum(counts[:3]) : sum(counts)]
             acc = values[sum(counts) :]
             for k_tile_of_step in fx.range_constexpr(geo.tiles_per_step):
                 for k_slice in fx.range_constexpr(geo.num_slices):
@@ -137,7 +148,19 @@ def build(spec, fmt, epi):
                         k_tile = fx.Int32(step) * geo.tiles_per_step + k_tile_of_step
                         staged = load_tile(k_tile + (NUM_STAGES + 1))
                         next_a, next_b = read_fragments(1 - stage, 0)
-                    acc = mma.step(fragments_a.sort(frag_a), fragments_b.sort(frag_b), acc)
+                    if fx.const_expr(wide):
+                        # Two slices are the 128 k of a scale.
+                        second = (k_tile_of_step * geo.num_slices + k_slice) % 2
+                        if fx.const_expr(second == 0):
+                            part = mma.zero()
+                            done = (fx.Int32(step) * geo.tiles_per_step + k_tile_of_step) * geo.num_slices + k_slice
+                            next_scale = load_scales(done + 2)
+                        part = mma.step(fragments_a.sort(frag_a), fragments_b.sort(frag_b), part)
+                        if fx.const_expr(second == 1):
+                            acc = mma.add_scaled(part, acc, scale[: geo.frags_m], scale[geo.frags_m])
+                            scale = next_scale
+                    else:
+                        acc = mma.step(fragments_a.sort(frag_a), fragments_b.sort(frag_b), acc)
                     moves = k_slice == geo.num_slices - 1
                     writes = staged_a.writes + staged_b.writes if moves else 0
                     loads = staged_a.loads + staged_b.loads if moves else 0
@@ -146,7 +169,7 @@ def build(spec, fmt, epi):
                     keep_order()
                     frag_a, frag_b = next_a, next_b
                 stage = 1 - stage
-            results = yield [stage] + staged + frag_a + frag_b + acc
+            results = yield [stage] + staged + frag_a + frag_b + scale + acc
 
         # Drain: nothing; what is still in flight are registers of tiles past K.
 

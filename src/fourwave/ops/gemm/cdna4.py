@@ -4,7 +4,8 @@ a        TN, NN: [M, K]; NT: [K, M]          float32, bfloat16 or float16, inner
          or float8_e4m3fn and float8_e5m2, in any mix of a and b (the largest tile: cdna4_halves.py)
 b        TN: [N, K]; NN, NT: [K, N]          as a
 a_scale, b_scale   of 8-bit operands, "1x32": float8_e8m0fnu in the operand's memory order, rows 16-byte aligned and zero
-                   past K, for the scaled matrix instruction ("tensor" and "row": epilogue.py)
+                   past K, for the scaled matrix instruction. TN also "1x128" of a with "128x128" of b: float32, each
+                   product of 128 k is scaled before it is added ("tensor" and "row": epilogue.py)
 out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
 bias     [N], optional
 
@@ -23,9 +24,9 @@ Fragments are thus always read one slice ahead, and num_stages - 1 tiles are in 
 past K fetch nothing and land as zeros, so that the wait counts hold in the last steps as well.
 Every wave passes every barrier equally often, tails included.
 
-Block scales come beside the first tile of every SCALE_K of K: a chunk of 16 bytes is 16 blocks of a row, so that one load
-of all four waves brings those of 256 rows of a and b. The other tiles issue the same loads with nothing to bring, so that
-the wait counts hold. Scales are read from LDS as single bytes, with the fragments they belong to.
+Block scales come beside the first tile of every SCALE_K of K: a chunk of 16 bytes is 16 (of float32: four) blocks of a row,
+so that one load of all four waves brings those of 256 rows of a and b. The other tiles issue the same loads with nothing to bring, so that
+the wait counts hold. Scales are read from LDS one by one, with the fragments they belong to.
 
 Limits  tails in M, N and K are handled; 16-byte alignment and the row stride limit are checked in config.py and amd.py.
 Source  operand layout of V_MFMA_F32_16X16X32_BF16, V_MFMA_F32_16X16X128_F8F6F4, DS_READ_B64_TR_B16/B8 and LDS loads:
@@ -42,16 +43,15 @@ from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
 from fourwave.ops.gemm.cdna import finish, launcher
-from fourwave.ops.gemm.config import block_scaled, geometry
+from fourwave.ops.gemm.config import brings_scales, geometry
 
 ARCH = "gfx950"
 
 
 def build(spec, fmt, epi):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
-    geo = geometry(
-        spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, block_scaled(spec.problem), epi.activation == SWIGLU
-    )
+    scaling = brings_scales(spec.problem, ARCH)
+    geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, scaling, epi.activation == SWIGLU)
     storage = lds_struct(
         {
             "a": geo.num_stages * geo.a.stage_bytes,
@@ -134,13 +134,11 @@ def build(spec, fmt, epi):
                         keep_order()
                         issue_loads(k_tile + geo.num_stages, stage)
                         next_a, next_b, next_scale = read_fragments(k_tile + 1, next_stage, 0)
-                    acc = mma.step(
-                        fragments_a.sort(frag_a),
-                        fragments_b.sort(frag_b),
-                        acc,
-                        scale[: len(scales_a)],
-                        scale[len(scales_a) :],
-                    )
+                    scale_a, scale_b = scale[: len(scales_a)], scale[len(scales_a) :]
+                    if fx.const_expr(scaling == "128"):
+                        acc = mma.fold(frag_a, frag_b, acc, scale_a, scale_b[0])
+                    else:
+                        acc = mma.step(fragments_a.sort(frag_a), fragments_b.sort(frag_b), acc, scale_a, scale_b)
                     loads = geo.loads_per_tile if k_slice == geo.num_slices - 1 else 0
                     reads = fragments_a.reads + fragments_b.reads + num_scales
                     interleave(mma.instructions, loads=loads, reads=reads)

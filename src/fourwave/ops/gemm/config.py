@@ -40,6 +40,7 @@ MAX_SPLIT_K = 32
 # What of GemmProblem.why_refused the kernels know, on either machine.
 FEATURES = frozenset(f"scaling:{a}x{b}" for a in (None, "tensor", "row") for b in (None, "tensor", "row")) | {
     "scaling:1x32x1x32",
+    "scaling:1x128x128x128",
     "preactivation",
     "bias_grad",
     "out:tensor",
@@ -151,7 +152,9 @@ def candidates_for(problem: GemmProblem, arch: str) -> list[GemmConfig]:
     """The configurations that are compiled and tested for a problem's operands."""
     if dequantizes(problem, arch):
         return [GemmConfig(*sizes, mma=mma(2, arch)) for sizes in _CANDIDATES_DEQUANTIZED]
-    return candidates(arch, multiplied_bytes(problem, arch))
+    configs = candidates(arch, multiplied_bytes(problem, arch))
+    # Scaling in software needs the accumulators in registers that vector instructions reach: 256, half of all.
+    return [config for config in configs if not (wide_scaled(problem) and config.tile_m * config.tile_n > 128 * 256)]
 
 
 def workspace_shape(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]:
@@ -229,8 +232,15 @@ def block_scaled(problem: GemmProblem) -> bool:
     return problem.a_scaling == problem.b_scaling == "1x32"
 
 
-def brings_scales(problem: GemmProblem, arch: str) -> bool:
-    """Whether scales of blocks lie in LDS beside the operands (Geometry.scales)."""
+def wide_scaled(problem: GemmProblem) -> bool:
+    """Whether each row of a has a scale for each 128 k, and each 128 x 128 elements of b one."""
+    return (problem.a_scaling, problem.b_scaling) == ("1x128", "128x128")
+
+
+def brings_scales(problem: GemmProblem, arch: str) -> bool | str:
+    """Whether scales of blocks lie in LDS beside the operands, and which (Geometry.scales)."""
+    if wide_scaled(problem):
+        return "128" if arch == "gfx950" else False
     return block_scaled(problem) and not dequantizes(problem, arch)
 
 
@@ -270,7 +280,7 @@ def operand_tiles(
 
 
 def geometry(
-    config: GemmConfig, layout: str, elem_bytes: int, arch: str, scales: bool = False, swiglu: bool = False
+    config: GemmConfig, layout: str, elem_bytes: int, arch: str, scales: bool | str = False, swiglu: bool = False
 ) -> Geometry:
     """scales: of blocks of 32 k, brought beside the operands. swiglu: operand_tiles."""
     a, b = operand_tiles(config, layout, elem_bytes, arch, swiglu)
@@ -280,7 +290,7 @@ def geometry(
     )  # fmt: skip
 
 
-def lds_bytes(config: GemmConfig, layout: str, elem_bytes: int, arch: str, scales: bool = False) -> int:
+def lds_bytes(config: GemmConfig, layout: str, elem_bytes: int, arch: str, scales: bool | str = False) -> int:
     geo = geometry(config, layout, elem_bytes, arch, scales)
     idle = 0 if in_halves(config, elem_bytes, arch) else geo.idle_bytes
     return config.num_stages * (geo.a.stage_bytes + geo.b.stage_bytes) + geo.scale_bytes + idle
@@ -354,9 +364,11 @@ def _why_operands_unsupported(problem, arch):
                 known = " and ".join(str(each).removeprefix("torch.") for each in formats)
                 reader = "MX formats have" if block_scaled(problem) else f"the matrix unit of {arch} reads"
                 return f"{name} is {dtype}: {reader} codes as {known}"
+        if wide_scaled(problem) and problem.layout != "TN":
+            return f"layout {problem.layout} with scales of blocks of 128: the kernels have TN"
         return None
-    if block_scaled(problem):
-        return f"scales of blocks of 32 and operands of {a} and {b}: they belong to 8-bit floats"
+    if block_scaled(problem) or wide_scaled(problem):
+        return f"scales of blocks and operands of {a} and {b}: they belong to 8-bit floats"
     if a != b:
         return f"a is {a} and b is {b}: the kernels take one type for both, or two 8-bit floats"
     if a not in (torch.float32, torch.bfloat16, torch.float16):
@@ -398,8 +410,8 @@ def _why_config_unsupported(problem, config, arch):
     swiglu = problem.activation == "swiglu"
     if swiglu and config.tile_n // config.waves_n % 32:
         return f"swiglu with tile_n={config.tile_n}: {config.waves_n} waves need pairs of 16 columns, a multiple of {32 * config.waves_n}"
-    if swiglu and block_scaled(problem):
-        return "swiglu with scales of blocks of 32: the kernels do not bring those of both halves of b"
+    if swiglu and (block_scaled(problem) or wide_scaled(problem)):
+        return "swiglu with scales of blocks: the kernels do not bring those of both halves of b"
     a, b = operand_tiles(config, problem.layout, elem_bytes, arch, swiglu)
     for tile in (a, b, *((CodeTile.of(a), CodeTile.of(b)) if dequantizes(problem, arch) else ())):
         if (reason := tile.problem()) is not None:
@@ -421,7 +433,7 @@ def _why_config_unsupported(problem, config, arch):
                 )
         elif config.num_stages == 2 and lds * 3 // 2 <= LDS_BYTES[arch]:
             return "num_stages=2: every wait would drain all loads, and LDS has room for a third stage"
-        if block_scaled(problem) and SCALE_K % config.tile_k:
+        if brings_scales(problem, arch) and SCALE_K % config.tile_k:
             return f"tile_k={config.tile_k}: scales come for {SCALE_K} of K at a time, which it must divide"
         # 4 KiB of LDS for each load in flight: what fits in LDS is less than s_waitcnt can count.
     elif config.num_stages != 2:
@@ -432,6 +444,9 @@ def _why_config_unsupported(problem, config, arch):
             return f"tile {config.tile_m}x{config.tile_n}: a wave has {columns} columns of out, no whole blocks of 32"
         if problem.out_direction != "rowwise" and config.tile_m // config.waves_m % 32:
             return f"tile {config.tile_m}x{config.tile_n}: a wave has {config.tile_m // config.waves_m} rows, no whole blocks of 32"
+    if wide_scaled(problem):
+        if config.tile_m * config.tile_n > 128 * 256 or config.tile_n // config.waves_n > 128:
+            return f"tile {config.tile_m}x{config.tile_n}: products of 128 k are scaled in registers, at most 128x256 of them"
     registers = min_registers(config, elem_bytes, arch)
     if problem.bias_grad_dtype is not None:
         if arch == "gfx950" and config.tile_m * config.tile_n == 256 * 256:
