@@ -313,7 +313,9 @@ _SM_BYTES_PER_SECOND = 33e9
 _L2_BYTES_PER_SECOND = 39e12
 _SPLIT_SECONDS, _TURN_SECONDS, _SHARE_SECONDS = 0.58e-6, 0.024e-6, 0.15e-6
 _STORE_SECONDS = 0.8e-6  # of a 256x128 tile, where nothing else runs meanwhile
-_RATES = {HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_SQUARE: 0.92, PROMOTING_LOW: 0.4}
+_RATES = {
+    HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_SQUARE: 0.86, PROMOTING_LOW: 0.52, PROMOTING_TALL: 0.95
+}  # fmt: skip
 # SQUARE hides its stores and reads more shared memory per product than WIDE. The first outweighs the second where tiles
 # are short and the chip is at its power limit, which a BF16 call of less than half a millisecond does not bring it to.
 _SQUARE_K_BYTES = 16384  # at most
