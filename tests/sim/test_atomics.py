@@ -440,3 +440,50 @@ def test_a_workgroup_that_spins_sees_what_another_one_released(threads: int) -> 
     program = lower(SPIN, "%flag: !llvm.ptr<1>, %data: !llvm.ptr<1>, %out: !llvm.ptr<1>")
     launch(program, flag, data, out, grid=2, threads=threads)
     np.testing.assert_array_equal(out, 1000 + np.arange(N))
+
+
+VECTOR = """
+  %wide = llvm.ptrtoint %rsrc : !llvm.ptr<8> to i128
+  %words = llvm.bitcast %wide : i128 to vector<4xi32>
+  %offset = llvm.mul %tid, %four : i32
+"""
+
+
+@pytest.mark.parametrize("op", ["fadd", "fmax", "smax", "umin", "cmpswap"])
+def test_buffer_atomics_with_the_resource_as_a_vector(op: str) -> None:
+    """rocdl.raw.buffer.atomic.*: operands as with a pointer (ROCDLOps.td)."""
+    rng = np.random.default_rng(11)
+    x, v = (rng.integers(0, 1 << 30, N, dtype=np.uint32) for _ in range(2))
+    t = "f32" if op[0] == "f" else "i32"
+    want = {
+        "fadd": (x.view(np.float32) + v.view(np.float32)).view(np.uint32), "fmax": np.fmax(x.view(np.float32), v.view(np.float32)).view(np.uint32),
+        "smax": np.maximum(x.view(np.int32), v.view(np.int32)).view(np.uint32), "umin": np.minimum(x, v), "cmpswap": np.where(np.arange(N) % 2, v, x),
+    }[op]  # fmt: skip
+    compared = np.where(np.arange(N) % 2, x, x + np.uint32(1)).astype(np.uint32)
+    extra = ("%c, ", ", i32") if op == "cmpswap" else ("", "")
+    call = f'"rocdl.raw.buffer.atomic.{op}"(%v, {extra[0]}%words, %offset, %zero) <{{aux = 0 : i32}}> : ({t}{extra[1]}, vector<4xi32>, i32, i32)'
+    body = PROLOGUE + RESOURCE + load_item("%v", t, "%vin") + load_item("%c", "i32", "%cin") + VECTOR
+    body += f"  %r = {call} -> {t}" + store_item("%r", t, "%out")
+    names = ", ".join(f"%{n}: !llvm.ptr<1>" for n in ("vin", "cin", "mem", "out")) + ", %records: i32"
+    memory, out, inside = x.copy(), np.zeros(N, np.uint32), np.arange(N) < 44
+    launch(lower(body, names), v, compared, memory, out, 44 * 4)
+    np.testing.assert_array_equal(memory, np.where(inside, want, x))
+    np.testing.assert_array_equal(out, np.where(inside, x, 0))
+
+
+@pytest.mark.parametrize("t", ["i32", "vector<4xi32>"])
+def test_buffer_loads_and_stores_with_the_resource_as_a_vector(t: str) -> None:
+    """rocdl.raw.buffer.load and .store; the last lanes lie past num_records."""
+    count = 4 if t != "i32" else 1
+    memory = np.random.default_rng(12).integers(0, 1 << 32, (N, count), dtype=np.uint32)
+    body = PROLOGUE + RESOURCE + VECTOR + f"""
+  %size = llvm.mlir.constant({4 * count} : i32) : i32
+  %at = llvm.mul %tid, %size : i32
+  %v = "rocdl.raw.buffer.load"(%words, %at, %zero) <{{aux = 0 : i32}}> : (vector<4xi32>, i32, i32) -> {t}
+  %back = llvm.xor %v, %v : {t}
+  "rocdl.raw.buffer.store"(%back, %words, %at, %zero) <{{aux = 0 : i32}}> : ({t}, vector<4xi32>, i32, i32) -> ()
+  """ + store_item("%v", t, "%out")  # fmt: skip
+    before, out, inside = memory.copy(), np.full((N, count), 9, np.uint32), np.arange(N)[:, None] < 44
+    launch(lower(body, "%mem: !llvm.ptr<1>, %out: !llvm.ptr<1>, %records: i32"), memory, out, 44 * 4 * count)
+    np.testing.assert_array_equal(out, np.where(inside, before, 0))
+    np.testing.assert_array_equal(memory, np.where(inside, 0, before))

@@ -93,7 +93,7 @@ def _cmpxchg(k: Lowering, o: Any) -> Value:
 _BUFFER = {"fadd": _FADD, "fmax": _FMAX, "smax": _SMAX, "umin": _UMIN, "cmpswap": CMPXCHG}
 
 
-@handles(*(f"rocdl.raw.ptr.buffer.atomic.{name}" for name in _BUFFER))
+@handles(*(f"rocdl.raw.{ptr}buffer.atomic.{name}" for ptr in ("ptr.", "") for name in _BUFFER))
 def _buffer_atomic(k: Lowering, o: Any) -> Value:
     """(value, resource, voffset, soffset), or (new value, compared value, resource, ...); the old contents where the operation has a result."""
     op = _BUFFER[o.name.rpartition(".")[2]]

@@ -84,8 +84,9 @@ def _make_buffer_rsrc(k: Lowering, o: Any) -> Value:
     return base[0], k.out("INSERT", base[1], stride[0], 16, 0xFFFF), records[0], flags[0]
 
 
-@handles("rocdl.raw.ptr.buffer.load")
+@handles("rocdl.raw.ptr.buffer.load", "rocdl.raw.buffer.load")
 def _buffer_load(k: Lowering, o: Any) -> Value:
+    """(resource, voffset, soffset); raw.buffer.* has the resource's four dwords as a vector."""
     t, resource, voffset, soffset = k.result_type(o), k.operand(o, 0), k.operand(o, 1), k.operand(o, 2)
     bytes_ = k.memory_bytes(t)
     if bytes_ not in (1, 2, 4, 8, 12, 16):
@@ -95,7 +96,7 @@ def _buffer_load(k: Lowering, o: Any) -> Value:
     return tuple(out)
 
 
-@handles("rocdl.raw.ptr.buffer.store")
+@handles("rocdl.raw.ptr.buffer.store", "rocdl.raw.buffer.store")
 def _buffer_store(k: Lowering, o: Any) -> Value:
     t, value = k.operand_type(o, 0), k.operand(o, 0)
     resource, voffset, soffset = k.operand(o, 1), k.operand(o, 2), k.operand(o, 3)
