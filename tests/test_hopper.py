@@ -117,6 +117,23 @@ def test_shared_memory_of_every_candidate_fits() -> None:
                 assert sm90_config.swapped_smem_bytes(few, config) <= 227 * 1024
 
 
+def test_copies_are_told_without_a_launch() -> None:
+    """What a launch would note; nothing here needs a GPU."""
+
+    def told(M: int, N: int, K: int, out: torch.dtype = BF16, accumulate: bool = False) -> list[str]:
+        p = replace(problem(M, N, K, out=out), accumulate=accumulate)
+        rows = torch.zeros(M, K + K % 8, dtype=BF16)
+        return sm90_launch.copies(p, None, GemmTensors(rows[:, :K], torch.zeros(N, K, dtype=BF16), None))
+
+    assert told(512, 512, 512) == []
+    stride = "row stride not a multiple of 16 bytes"
+    assert told(512, 512, 71) == [f"a copied: {stride}", f"b copied: {stride}"]
+    assert told(512, 509, 64) == ["out written through a copy: row stride not a multiple of 16 bytes"]
+    assert told(16, 509, 64) == []
+    assert told(512, 509, 64, accumulate=True)[-1] == "accumulated through a float32 buffer: out is torch.bfloat16"
+    assert told(16, 509, 64, accumulate=True) == []
+
+
 def test_without_a_hopper_gpu_a_named_backend_raises() -> None:
     if UNAVAILABLE is None:
         pytest.skip("there is one")

@@ -95,3 +95,6 @@ class HopperBackend(Backend):
             return sm90_launch.run(problem, config, tensors)  # type: ignore[arg-type]
         with torch.cuda.device(device):
             return sm90_launch.run(problem, config, tensors)  # type: ignore[arg-type]
+
+    def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
+        return sm90_launch.copies(problem, config, tensors)  # type: ignore[arg-type]

@@ -315,6 +315,26 @@ def _prepare(
     return notes
 
 
+def copies(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors) -> list[str]:
+    """What `run` would note about copies."""
+    swapped = (config or default_config(problem)[0]).schedule == "swapped"
+    if problem.accumulate and problem.out_dtype != torch.float32 and not swapped:
+        plain = replace(problem, out_dtype=torch.float32, accumulate=False)
+        fitting = config if config is None or why_unsupported(plain, config) is None else None
+        notes = copies(plain, fitting, tensors._replace(out=None))
+        return [*notes, f"accumulated through a float32 buffer: out is {problem.out_dtype}"]
+    notes = []
+    for name, tensor in (("a", tensors.a), ("b", tensors.b)):
+        if (reason := _misaligned(tensor)) is not None:
+            notes.append(f"{name} copied: {reason}")
+    out = tensors.out
+    if out is None:
+        out = torch.empty((problem.M, problem.N), dtype=problem.out_dtype, device="meta")
+    if not swapped and (reason := _misaligned(out) or _partial_chunk(out)) is not None:
+        notes.append(f"out written through a copy: {reason}")
+    return notes
+
+
 def _row_stride(tensor: torch.Tensor) -> int:
     """Elements between rows; where there is one row, any number that TMA takes."""
     if tensor.shape[0] > 1:
