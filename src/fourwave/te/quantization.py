@@ -55,8 +55,8 @@ def quantized_model_init(
 ) -> Iterator[None]:
     if enabled:
         raise NotImplementedError(
-            "parameters that exist in quantized form only are not here: keep them in bfloat16, and is_first_microbatch keeps a "
-            "quantized copy"
+            "parameters of a quantized type are not here: module.store_quantized(recipe) keeps weights in quantized form, and "
+            "is_first_microbatch a quantized copy of a parameter"
         )
     yield
 
