@@ -19,13 +19,15 @@ from fourwave.perf.grouped import busiest_unit_steps, compile_grouped_isa
 from fourwave.testing.grouped_cases import GroupedCase
 
 needs_flydsl = pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
-KINDS = ("forward", "preshuffled", "dgrad", "wgrad", "bf16 wgrad")
+KINDS = ("forward", "preshuffled", "dgrad", "wgrad", "bf16 wgrad", "mx forward", "mx wgrad")
 
 
 def problem_of(arch: str, kind: str) -> GroupedProblem:
     codes, scalings = FLOAT8[arch][0], ("1x128", "1x128" if kind == "wgrad" else "128x128")
     if kind.startswith("bf16"):
         codes, scalings = torch.bfloat16, (None, None)  # type: ignore[assignment]
+    if kind.startswith("mx"):
+        scalings = ("1x32", "1x32")
     split = "reduction" if kind.endswith("wgrad") else "rows"
     layout = {"dgrad": "NN"}.get(kind, "NT" if split == "reduction" else "TN")
     return GroupedProblem(
@@ -39,6 +41,7 @@ REST = [
     (arch, kind, i)
     for arch in ARCHS
     for kind in KINDS
+    if not (arch == "gfx942" and kind.startswith("mx"))
     for i in range(len(candidates(problem_of(arch, kind), arch)))
     if (arch, kind, i) not in QUICK
 ]
@@ -80,12 +83,17 @@ def test_our_waits_mean_in_machine_code_what_they_mean_as_written(arch, kind, in
 
 
 @pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
-@pytest.mark.parametrize("kind", ["forward", "preshuffled", "dgrad", "wgrad", "plain"])
+@pytest.mark.parametrize(
+    "kind", ["forward", "preshuffled", "dgrad", "wgrad", "plain", "mx forward", "mx dgrad", "mx wgrad"]
+)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lds_reads_without_bank_conflicts(arch, kind):
+    if kind.startswith("mx") and arch == "gfx942":
+        pytest.skip("its matrix unit takes no scales")
+    scaling = {"plain": None, "mx": "1x32"}.get(kind.split()[0], "blocks")
     case = GroupedCase(
-        {"preshuffled": "forward", "plain": "dgrad"}.get(kind, kind), (130,), 128, 512,
-        scaling=None if kind == "plain" else "blocks", preshuffled=kind == "preshuffled", fnuz=arch == "gfx942",
+        {"preshuffled": "forward", "plain": "dgrad"}.get(kind, kind.split()[-1]), (130,), 128, 512, scaling=scaling,
+        preshuffled=kind == "preshuffled", fnuz=arch == "gfx942",
     )  # fmt: skip
     made, _, _ = case.make()
     problem = case.problem()

@@ -1,12 +1,19 @@
-"""float32 scales of blocks of 128 k: loaded once per workgroup, SCALE_STEPS blocks at a time, and multiplied in by software.
+"""Scales that change along K: loaded once per workgroup, for SCALE_STEPS K tiles of 128 at a time, which is a step of the main loop.
 
-A step of the main loop covers SCALE_STEPS K tiles of 128. The scales of the next step are brought to LDS during this one,
-with the K tiles, and read into registers when it begins:
+The scales of the next step are brought to LDS during this one, with the K tiles, and read into registers when it begins or
+before each K tile. float32 scales of blocks of 128 are multiplied in by software (BlockMma):
 
-  rows      one scale per row (of M) and block: LDS holds [row][SCALE_STEPS]; a lane reads all blocks of its row at once
+  rows      one per row (of M) and block: LDS holds [row][SCALE_STEPS]; a lane reads all blocks of its row at once
   cells     one per 128 columns (of N) and block (weights): the same, a wave's columns share one
   columns   one per column (of N) and block (wgrad): LDS holds [SCALE_STEPS][column], two steps of it; a lane reads its columns
             before each K tile
+
+e8m0 scales of blocks of 32 go to the scaled matrix instruction, which takes from lane l the scale of row l % 16 and block
+l // 16 of a K tile:
+
+  mx rows   four bytes per row and K tile, else as rows
+  mx bytes  K not contiguous: LDS holds [4 * SCALE_STEPS blocks][column] bytes, two steps of it; a lane reads its byte before each
+            K tile
 """
 
 from dataclasses import dataclass
@@ -39,25 +46,27 @@ _LOAD_BYTES = 4 * WORKGROUP  # of LDS that all four waves fill with one load of 
 class ScalePart:
     """Scales of one operand that a step needs.
 
-    kind    "rows", "cells" or "columns"; extent: how many for each block of k
-    group   rows: fragments that are woven (tiles.OperandTile). LDS holds the rows of one fragment next to each other, so that
-            reads meet no bank twice
+    kind    see the module; extent: rows, cells or columns
+    tile    tiles.OperandTile of the operand. LDS holds the rows of one fragment next to each other, so that reads meet no bank
+            twice
     """
 
     kind: str
     extent: int
-    group: int = 1
+    tile: object = None
 
-    def row(self, place):
-        """Row of the tile whose scales lie at `place` in LDS."""
-        if self.group == 1:
-            return place
-        in_group = place % (MMA_M * self.group)
-        return place - in_group + place % MMA_M * self.group + in_group // MMA_M
+    @property
+    def elem_bytes(self):
+        return 1 if self.kind.startswith("mx") else 4
+
+    @property
+    def each_tile(self):
+        """Whether they are read before each K tile."""
+        return self.kind in ("columns", "mx bytes")
 
     @property
     def slots(self):
-        return 2 if self.kind == "columns" else 1
+        return 2 if self.each_tile else 1
 
     @property
     def loads(self):
@@ -72,54 +81,86 @@ class ScalePart:
     def lds_bytes(self):
         return self.slots * self.slot_bytes
 
+    @property
+    def units(self):
+        """Units of k that a step has: blocks, or for "mx rows" K tiles."""
+        return 4 * SCALE_STEPS if self.kind == "mx bytes" else SCALE_STEPS
+
+    @property
+    def unit_k(self):
+        return 32 if self.kind == "mx bytes" else BLOCK_K
+
+    def source(self, at):
+        """(unit of k, row or column) of the 4 bytes that lie `at` words into a slot."""
+        if self.kind == "columns":
+            return at // self.extent, at % self.extent
+        if self.kind == "mx bytes":
+            words = self.extent // 4
+            block = at // words
+            return block, ((at % words) ^ self.key(block)) * 4
+        place = at // SCALE_STEPS
+        if self.kind != "cells":
+            place = self.tile.fragment_row(place // MMA_M, place % MMA_M)
+        return at % SCALE_STEPS, place
+
+    def key(self, block):
+        """mx bytes: XORed onto the word index, so that the four blocks a read touches lie in different banks of 64."""
+        if self.extent >= 256:
+            return (block & 3) << 4
+        return (block & 2) << 3 if self.extent == 128 else block & 0
+
 
 class GlobalScales128:
     """Brings the scales of one operand.
 
-    tensor            flat, float32
-    base              element of (row 0 of the tile, block 0 of K) (Int64)
-    stride, k_stride  elements between rows (columns, cells) and between blocks of k (Int32)
-    count             how many rows there are from the tile's first on; blocks: how many blocks of k
+    tensor            flat
+    base              byte of (row 0 of the tile, k 0) (Int64)
+    stride, k_stride  bytes between rows (columns, cells) and between units of k (Int32)
+    count             how many rows there are from the tile's first on
+    k_first, k_end    k that the workgroup sums (Int32, uniform); scales of other blocks are zeros
     """
 
-    def __init__(self, tensor, part, base, stride, k_stride, count, blocks, thread):
-        self.tensor, self.part, self.base, self.k_stride, self.blocks = tensor, part, base, k_stride, blocks
-        self.total = fx.Int64(fx.get_scalar(tensor.shape)) * 4
+    def __init__(self, tensor, part, base, stride, k_stride, count, k_first, k_end, thread):
+        self.tensor, self.part, self.base, self.k_stride = tensor, part, base, k_stride
+        self.first = k_first // part.unit_k
+        self.end = (k_end + (part.unit_k - 1)) // part.unit_k
+        self.total = fx.Int64(fx.get_scalar(tensor.shape)) * part.elem_bytes
         self.k, self.offsets = [], []
         for i in range(part.loads):
-            at = thread + i * WORKGROUP
-            if part.kind == "columns":
-                k, row = at // part.extent, at % part.extent
-            else:
-                k, row = at % SCALE_STEPS, part.row(at // SCALE_STEPS)
-            inside = (row < minimum(count, fx.Int32(part.extent))) & (k < SCALE_STEPS)
+            k, row = part.source(thread + i * WORKGROUP)
+            inside = (row < minimum(count, fx.Int32(part.extent))) & (k < part.units)
             self.k.append(k)
-            self.offsets.append(select(inside, (row * stride + k * k_stride) * 4, OUT_OF_RANGE))
+            self.offsets.append(select(inside, row * stride + k * k_stride, OUT_OF_RANGE))
 
-    def _step(self, block0):
-        """(Buffer, offsets) for the blocks from block0 (Int32, uniform) on."""
-        byte_offset = (self.base + fx.Int64(block0) * fx.Int64(self.k_stride)) * 4
+    def _step(self, k0):
+        """(Buffer, offsets) for the units from that of k0 (Int32, uniform) on."""
+        unit0 = k0 // self.part.unit_k
+        byte_offset = self.base + fx.Int64(unit0) * fx.Int64(self.k_stride)
         left = self.total - byte_offset
         left = (left < fx.Int64(0)).select(fx.Int64(0), minimum(left, fx.Int64(MAX_BUFFER_BYTES)))
         buffer = Buffer(self.tensor, byte_offset, left)
-        return buffer, [
-            select(k < self.blocks - block0, offset, OUT_OF_RANGE)
-            for k, offset in zip(self.k, self.offsets, strict=True)
-        ]
+        offsets = []
+        for k, offset in zip(self.k, self.offsets, strict=True):
+            inside = k < self.end - unit0
+            if self.part.kind == "mx bytes":
+                # A NaN scale of a block before the first k would meet zeros.
+                inside = inside & (k >= self.first - unit0)
+            offsets.append(select(inside, offset, OUT_OF_RANGE))
+        return buffer, offsets
 
     @dsl_loc_tracing
-    def to_lds(self, lds, place, block0, wave):
+    def to_lds(self, lds, place, k0, wave):
         """Straight to LDS, part.loads loads of each wave (vmcnt)."""
-        buffer, offsets = self._step(block0)
+        buffer, offsets = self._step(k0)
         for i, offset in enumerate(offsets):
             at = place + (wave + i * (WORKGROUP // WAVE)) * (WAVE * 4)
             _rocdl.raw_ptr_buffer_load_async_lds(
                 buffer.rsrc, _lds_address(lds, at), _i32(4), _i32(offset), _i32(0), _i32(0)
             )
 
-    def to_registers(self, block0):
+    def to_registers(self, k0):
         """This lane's, as Float32 Vectors of one."""
-        buffer, offsets = self._step(block0)
+        buffer, offsets = self._step(k0)
         return [buffer.load(offset, 1, fx.Float32) for offset in offsets]
 
     @dsl_loc_tracing
@@ -133,16 +174,39 @@ class GlobalScales128:
 class Scales128:
     """Reads the scales that belong to one wave's fragments."""
 
-    def __init__(self, part, lds, place, rows):
-        """place: bytes of the first slot in lds; rows: for each vector to read, its row's place, its cell or its first column (Int32)."""
-        self.part, self.lds = part, lds
-        self.bases = [place + row * (4 if part.kind == "columns" else 4 * SCALE_STEPS) for row in rows]
+    def __init__(self, part, lds, place, rows, lane):
+        """place: bytes of the first slot in lds; rows: for each value to read its row's place, its cell, its first column or its
+        column in the tile (Int32)."""
+        self.part, self.lds, self.block = part, lds, lane // MMA_M
+        if part.kind == "mx bytes":
+            self.bases = [
+                place + self.block * part.extent + (((row // 4) ^ part.key(self.block)) * 4 + row % 4) for row in rows
+            ]
+        else:
+            self.bases = [place + row * (4 if part.kind == "columns" else 4 * SCALE_STEPS) for row in rows]
 
     def read(self, tile=0, slot=None):
-        """Vectors of 4: of "columns" those of neighbouring columns for one K tile of the step in `slot`, else those of one row
-        for the four K tiles of the step."""
-        at = 0 if slot is None else slot * self.part.slot_bytes + tile * self.part.extent * 4
-        return [lds_read(self.lds, base + at, 4, fx.Float32) for base in self.bases]
+        """rows, cells: Vectors of the step's four K tiles. columns: Vectors of the lane's neighbouring columns for one K tile of the
+        step in `slot`; mx bytes: of its one byte."""
+        at = 0
+        if self.part.each_tile:
+            at = (
+                slot * self.part.slot_bytes
+                + tile * (self.part.units // SCALE_STEPS) * self.part.extent * self.part.elem_bytes
+            )
+        if self.part.kind == "mx bytes":
+            bytes_ = [lds_read(self.lds, base + at, 1, fx.Uint8)[0] for base in self.bases]
+            return [fx.Vector.filled(1, byte.to(fx.Int32), fx.Int32) for byte in bytes_]
+        dtype = fx.Int32 if self.part.kind == "mx rows" else fx.Float32
+        return [lds_read(self.lds, base + at, 4, dtype) for base in self.bases]
+
+    def of_tile(self, values, tile):
+        """mx: for each fragment an Int32 whose byte 0 is the scale, of what read returned."""
+        if self.part.kind == "mx bytes":
+            return values
+        # Four bytes of a row; the lane's is number lane // 16.
+        words = [fx.Uint32(value[tile]) >> fx.Uint32(self.block * 8) for value in values]
+        return [fx.Vector.filled(1, fx.Int32(word), fx.Int32) for word in words]
 
 
 class BlockMma(WaveMma):

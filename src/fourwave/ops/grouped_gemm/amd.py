@@ -11,7 +11,14 @@ import torch
 
 from fourwave.backends import guard
 from fourwave.ops.gemm.config import MAX_TILE_BYTES
-from fourwave.ops.grouped_gemm.config import GroupedConfig, block_scaled, default_config, grid_tiles, why_unsupported
+from fourwave.ops.grouped_gemm.config import (
+    GroupedConfig,
+    block_scaled,
+    default_config,
+    grid_tiles,
+    is_mx,
+    why_unsupported,
+)
 from fourwave.ops.grouped_gemm.problem import ROWS, GroupedProblem, GroupedTensors
 
 Tensor = torch.Tensor
@@ -51,10 +58,11 @@ def placeholder_arguments(spec: Specialisation) -> list[Any]:
     def zeros(shape: Any, dtype: torch.dtype) -> Any:
         return None if shape is None else torch.zeros(shape, dtype=dtype)
 
+    scales = torch.uint8 if is_mx(problem) else torch.float32
     tensors = GroupedTensors(
         torch.zeros(problem.a_shape).to(problem.a_dtype), torch.zeros(problem.b_shape).to(problem.b_dtype),
         torch.zeros(2, dtype=problem.m_sizes_dtype), torch.zeros(problem.out_shape, dtype=problem.out_dtype), None,
-        zeros(problem.a_scale_shape, torch.float32), zeros(problem.b_scale_shape, torch.float32),
+        zeros(problem.a_scale_shape, scales), zeros(problem.b_scale_shape, scales),
     )  # fmt: skip
     return _jit_arguments(*_arguments(problem, spec.config, tensors), None)
 
@@ -62,8 +70,8 @@ def placeholder_arguments(spec: Specialisation) -> list[Any]:
 def _arguments(problem: GroupedProblem, config: GroupedConfig, tensors: GroupedTensors) -> tuple[Any, ...]:
     """Arguments of the launchers but for the stream."""
     unused = _bytes(tensors.out).reshape(-1)[:1] if tensors.out.is_contiguous() else _flat(_bytes(tensors.out))
-    a_scale = unused if tensors.a_scale is None else tensors.a_scale.reshape(-1)
-    b_scale = unused if tensors.b_scale is None else _flat(tensors.b_scale)
+    a_scale = unused if tensors.a_scale is None else _bytes(_flat(tensors.a_scale))
+    b_scale = unused if tensors.b_scale is None else _bytes(_flat(tensors.b_scale))
     a_strides, b_strides = _scale_strides(problem, tensors)
     return (
         _bytes(tensors.a), _bytes(tensors.b), tensors.out, tensors.m_sizes.view(torch.int32), a_scale, b_scale,
@@ -72,19 +80,23 @@ def _arguments(problem: GroupedProblem, config: GroupedConfig, tensors: GroupedT
 
 
 def _scale_strides(problem: GroupedProblem, tensors: GroupedTensors) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """a: (elements between rows, between blocks of k); 0 and 0 for layout "groups". b: (between groups, columns or cells, blocks)."""
+    """a: (elements between rows, between units of k); 0 and 0 for layout "groups". b: (between groups, columns or cells, units).
+
+    Units of k are blocks, but for e8m0 scales along the last dimension the four blocks of a K tile.
+    """
     a_strides, b_strides = (0, 0), (0, 0, 0)
     if tensors.b_scale is not None and problem.split == ROWS and problem.b_scaling in ("tensor", "row"):
         b_strides = (tensors.b_scale.stride(0), 0, 0)
     if not block_scaled(problem):
         return a_strides, b_strides
+    assert tensors.a_scale is not None and tensors.b_scale is not None
+    unit = 4 if is_mx(problem) else 1
     if problem.split == ROWS:
         if problem.a_scale_layout == "rows":
-            a_strides = (-(-problem.K // 128), 1)
-        assert tensors.b_scale is not None
+            a_strides = (tensors.a_scale.stride(0), unit)
         per_group, first, second = tensors.b_scale.stride()
-        return a_strides, (per_group, *((first, second) if problem.b_k_last else (second, first)))
-    return (1, problem.M), (0, 1, problem.N)
+        return a_strides, (per_group, *((first, second * unit) if problem.b_k_last else (second, first)))
+    return (1, tensors.a_scale.stride(0)), (0, 1, tensors.b_scale.stride(0))
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -136,9 +148,13 @@ def run(problem: GroupedProblem, config: GroupedConfig | None, arch: str, tensor
         m_sizes = m_sizes.clone()
     if b_scale is not None and problem.b_scaling == "row" and not b_scale[0].is_contiguous():
         b_scale = b_scale.contiguous()
+    a_scale = tensors.a_scale
+    if is_mx(problem):
+        assert a_scale is not None and b_scale is not None
+        a_scale, b_scale = _whole_words("a_scale", a_scale, notes), _whole_words("b_scale", b_scale, notes)
     vectorised = problem.N % 8 == 0 and out.data_ptr() % ALIGN_BYTES == 0
     vectorised = vectorised and all(stride * out.element_size() % ALIGN_BYTES == 0 for stride in out.stride()[:-1])
-    prepared = tensors._replace(a=a, b=b, m_sizes=m_sizes, b_scale=b_scale)
+    prepared = tensors._replace(a=a, b=b, m_sizes=m_sizes, a_scale=a_scale, b_scale=b_scale)
     _launch(specialise(problem, config, arch, vectorised), _arguments(problem, config, prepared))
     return notes
 
@@ -157,6 +173,19 @@ def _readable(name: str, t: Tensor, notes: list[str]) -> Tensor:
     notes.append(f"{name} copied: rows of whole 16-byte chunks, 16-byte aligned, are needed")
     padded = torch.zeros((*shape[:-1], -(-columns // chunk) * chunk), dtype=t.dtype, device=t.device)
     padded[..., :columns].copy_(t)
+    return padded
+
+
+def _whole_words(name: str, scale: Tensor, notes: list[str]) -> Tensor:
+    """e8m0 scales as bytes, rows of whole 32-bit words, zeros behind their ends."""
+    scale = scale.view(torch.uint8)
+    columns = scale.shape[-1]
+    strides = scale.stride()[:-1]
+    if columns % 4 == 0 and scale.stride(-1) == 1 and scale.data_ptr() % 4 == 0 and not any(s % 4 for s in strides):
+        return scale
+    notes.append(f"{name} copied: rows of whole 32-bit words are needed")
+    padded = scale.new_zeros((*scale.shape[:-1], -(-columns // 4) * 4))
+    padded[..., :columns].copy_(scale)
     return padded
 
 

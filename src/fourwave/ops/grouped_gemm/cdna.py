@@ -78,7 +78,7 @@ class Work:
 
     def __init__(self, arguments, problem, geo):
         self.arguments, self.problem, self.geo = arguments, problem, geo
-        self.blocks = problem.a_scaling == "1x128"
+        self.blocks = block_scaled(problem)
         self.thread = fx.Int32(fx.thread_idx.x)
         self.lane = self.thread % WAVE
         self.wave = uniform(self.thread // WAVE)
@@ -158,54 +158,61 @@ class Work:
     # ---- scales ------------------------------------------------------------------------------------------------------
 
     def scales(self, parts, lds, places):
-        """((global, reader) of a, of b), or None where no blocks have scales. places: offsets in lds."""
+        """((global, reader) of a, of b). places: offsets in lds."""
         arguments, geo, lane = self.arguments, self.geo, self.lane
         a, b = parts
-        num_blocks = (self.k_end + (BLOCK_K - 1)) >> 7
-        m0, n0 = fx.Int64(self.m0), fx.Int64(self.n0)
-        rows = [self.wave_m * geo.wave_tile_m + i * MMA_M + lane % MMA_M for i in range(geo.frags_m)]
+        group, m0, n0 = self.group, self.m0, self.n0
+        size_a, size_b = a.elem_bytes, b.elem_bytes
+        stride, k_stride = arguments.a_stride, arguments.a_k_stride
+        b_stride, b_k_stride = arguments.b_stride, arguments.b_k_stride
+        left_m, left_n = arguments.M - m0, arguments.N - n0
+        first_n = n0
+        base_a = fx.Int64(0)
         if self.problem.split == "rows":
-            group = self.group
-            in_groups = arguments.a_stride == 0
-            size = group.end - group.first
-            stride, k_stride = select(in_groups, 1, arguments.a_stride), select(in_groups, size, arguments.a_k_stride)
-            k_blocks = (arguments.K + (BLOCK_K - 1)) >> 7
-            base = fx.Int64(group.first) * fx.Int64(k_blocks) + fx.Int64(self.m0 - group.first) * fx.Int64(stride)
-            cell = self.n0 >> 7
-            b_base = self.weights * fx.Int64(arguments.b_group_stride) + fx.Int64(cell) * fx.Int64(arguments.b_stride)
-            left_n = ((arguments.N + (BLOCK_K - 1)) >> 7) - cell
-            cells = [((self.n0 & (BLOCK_K - 1)) + self.wave_n * geo.wave_tile_n) >> 7]
-            left_m = group.end - self.m0
+            left_m = group.end - m0
+            base_b = self.weights * fx.Int64(arguments.b_group_stride)
         else:
-            stride, k_stride = arguments.a_stride, arguments.a_k_stride
-            base, b_base = m0, n0
-            left_m, left_n = arguments.M - self.m0, arguments.N - self.n0
-            # A lane's run of columns of one group of fragments, four at a time; see columns().
-            group, run = geo.b.group, geo.b.run
-            cells = [
-                self.wave_n * geo.wave_tile_n + p * group * MMA_N + (lane // MMA_M) * run + c
-                for p in range(geo.frags_n // group)
-                for c in range(0, run, 4)
-            ]
+            base_b = fx.Int64(0)
+        first_m = m0
+        if a.kind == "rows" and self.problem.split == "rows":
+            in_groups = arguments.a_stride == 0
+            stride, k_stride = select(in_groups, 1, stride), select(in_groups, group.end - group.first, k_stride)
+            k_blocks = (arguments.K + (BLOCK_K - 1)) >> 7
+            base_a = fx.Int64(group.first) * fx.Int64(k_blocks)
+            first_m = m0 - group.first
+        if b.kind == "cells":
+            first_n = n0 >> 7
+            left_n = ((arguments.N + (BLOCK_K - 1)) >> 7) - first_n
+        base_a = (base_a + fx.Int64(first_m) * fx.Int64(stride)) * size_a
+        base_b = (base_b + fx.Int64(first_n) * fx.Int64(b_stride)) * size_b
+        k = (self.k_first if self.problem.split == "rows" else group.first, self.k_end, self.thread)
         return (
             (
-                GlobalScales128(arguments.a_scale, a, base, stride, k_stride, left_m, num_blocks, self.thread),
-                Scales128(a, lds, places[0], rows),
+                GlobalScales128(arguments.a_scale, a, base_a, stride * size_a, k_stride * size_a, left_m, *k),
+                Scales128(a, lds, places[0], self._places(a, geo.a, self.wave_m * geo.wave_tile_m, geo.frags_m), lane),
             ),
             (
-                GlobalScales128(
-                    arguments.b_scale,
-                    b,
-                    b_base,
-                    arguments.b_stride,
-                    arguments.b_k_stride,
-                    left_n,
-                    num_blocks,
-                    self.thread,
-                ),
-                Scales128(b, lds, places[1], cells),
+                GlobalScales128(arguments.b_scale, b, base_b, b_stride * size_b, b_k_stride * size_b, left_n, *k),
+                Scales128(b, lds, places[1], self._places(b, geo.b, self.wave_n * geo.wave_tile_n, geo.frags_n), lane),
             ),
         )
+
+    def _places(self, part, tile, first, count):
+        """What Scales128 calls rows, for `count` fragments of a wave's part of the tile that begins at `first`."""
+        lane = self.lane
+        if part.kind == "cells":
+            return [((self.n0 & (BLOCK_K - 1)) + first) >> 7]
+        if part.kind == "columns":
+            # A lane's run of columns of one group of fragments, four at a time; see columns().
+            group, run = tile.group, tile.run
+            return [
+                first + p * group * MMA_N + (lane // MMA_M) * run + c
+                for p in range(count // group)
+                for c in range(0, run, 4)
+            ]
+        if part.kind == "mx bytes":
+            return [first + tile.fragment_row(i, lane % MMA_M) for i in range(count)]
+        return [first + i * MMA_M + lane % MMA_M for i in range(count)]
 
     def columns(self, values):
         """For each fragment of b a Vector of the lane's four columns, of what a reader of "columns" returned."""
@@ -251,7 +258,7 @@ def scale_parts(problem, config, geo):
     if not block_scaled(problem):
         return ()
     (kind_a, extent_a), (kind_b, extent_b) = scale_extents(problem, config)
-    return ScalePart(kind_a, extent_a, geo.a.group), ScalePart(kind_b, extent_b)
+    return ScalePart(kind_a, extent_a, geo.a), ScalePart(kind_b, extent_b, geo.b)
 
 
 class LateTile(GlobalTile):

@@ -78,7 +78,6 @@ def build(spec):
             )
         else:
             mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n)
-        first_block = work.k_first >> 7
         num_a = fragments_a.values
 
         def load_tile(tile_index):
@@ -94,8 +93,8 @@ def build(spec):
                 staged_b.store(values[staged_a.values :], lds, bytes_a + stage * geo.b.stage_bytes)
 
         def load_scales(step):
-            block0 = first_block + step * per_step
-            return scales_a.to_registers(block0) + scales_b.to_registers(block0)
+            k0 = work.k0(step * per_step)
+            return scales_a.to_registers(k0) + scales_b.to_registers(k0)
 
         def write_scales(values, step):
             place = bytes_a + bytes_b

@@ -3,13 +3,14 @@
 split "rows"       out[m] = a[m] @ op(b[g])           a[M, K]; b[G, N, K] (TN), [G, K, N] (NN), or preshuffled [G, N, K]
 split "reduction"  out[g] = a[rows].T @ b[rows] (+ out[g])   a[K, M], b[K, N]
 
-8-bit floats with a scale for each 1 x 128 of a and 128 x 128 (wgrad: 1 x 128) of b; with scales of tensors and rows, or
+8-bit floats with a scale for each 1 x 128 of a and 128 x 128 (wgrad: 1 x 128) of b; with e8m0 scales of 1 x 32 of both; with scales of tensors and rows, or
 none; bfloat16 and float16. Groups are found in the kernel (blocks/flydsl/groups.py): the grid is large enough for any
 m_sizes, workgroups past the last tile leave at once, and tiles of rows in no group store zeros.
 
 A workgroup of four waves computes one tile_m x tile_n tile of one group. Operand tiles go from global memory straight to
 LDS, as in ops/gemm/cdna4.py; preshuffled weights go straight to registers, B_TILES_AHEAD K tiles ahead. Every K tile of 128
-is multiplied into registers of its own, and these times the block's scales are added to the sums.
+is multiplied into registers of its own, and these times the block's scales are added to the sums; e8m0 scales go to the
+scaled matrix instruction.
 
 Schedule, K tile k, num_stages LDS buffers; a step of the loop covers SCALE_STEPS K tiles (blocks/flydsl/block128.py):
   all reads of tile k are back; wait until tile k + 1 has landed; barrier: in every wave
@@ -38,7 +39,7 @@ from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import num_tiles
 from fourwave.blocks.flydsl.tiles import WORKGROUP
 from fourwave.ops.grouped_gemm.cdna import Work, epilogue, launcher, operand_format, scale_parts
-from fourwave.ops.grouped_gemm.config import B_TILES_AHEAD, block_scaled, geometry, tiles_per_step
+from fourwave.ops.grouped_gemm.config import B_TILES_AHEAD, block_scaled, geometry, is_mx, tiles_per_step
 
 ARCH = "gfx950"
 
@@ -54,7 +55,9 @@ def build(spec):
     tile_loads = geo.a.loads + (2 * geo.frags_n if direct_b else geo.b.loads)
     bytes_a = geo.num_stages * geo.a.stage_bytes
     bytes_b = 0 if direct_b else geo.num_stages * geo.b.stage_bytes
-    columns = blocks and parts[1].kind == "columns"
+    mx = is_mx(problem)
+    # Which operands' scales are read for a whole step, and which before each K tile.
+    step_a, step_b = (not part.each_tile for part in parts) if parts else (False, False)
 
     @fx.struct
     class Storage:
@@ -76,14 +79,15 @@ def build(spec):
         fragments_a = Fragments(geo.a, fmt, work.wave_m * geo.wave_tile_m, geo.frags_m, lane)
         fragments_b: Any = None if direct_b else Fragments(geo.b, fmt, work.wave_n * geo.wave_tile_n, geo.frags_n, lane)
         mma: Any = (
-            BlockMma(fmt, ARCH, geo.frags_m, geo.frags_n, 1) if blocks else WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n)
+            BlockMma(fmt, ARCH, geo.frags_m, geo.frags_n, 1)
+            if blocks and not mx
+            else WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n)
         )
         if blocks:
             place = bytes_a + bytes_b
             (scales_a, row_scales), (scales_b, column_scales) = work.scales(
                 parts, lds, (place, place + parts[0].lds_bytes)
             )
-        first_block = work.k_first >> 7
 
         def load_a(tile_index, stage):
             load_direct(global_a, lds, stage * geo.a.stage_bytes, work.k0(tile_index), wave)
@@ -98,10 +102,12 @@ def build(spec):
 
         def issue_scales(step):
             if blocks:
-                block0 = first_block + step * per_step
-                scales_a.to_lds(lds, bytes_a + bytes_b, block0, wave)
-                slot = (step & 1) * parts[1].slot_bytes if columns else 0
-                scales_b.to_lds(lds, bytes_a + bytes_b + parts[0].lds_bytes + slot, block0, wave)
+                k0 = work.k0(step * per_step)
+                slot_a, slot_b = (
+                    0 if whole else (step & 1) * part.slot_bytes for whole, part in zip((step_a, step_b), parts)
+                )
+                scales_a.to_lds(lds, bytes_a + bytes_b + slot_a, k0, wave)
+                scales_b.to_lds(lds, bytes_a + bytes_b + parts[0].lds_bytes + slot_b, k0, wave)
 
         def read_fragments(stage, k_slice):
             b = [] if direct_b else fragments_b.read(lds, bytes_a + stage * geo.b.stage_bytes, k_slice)
@@ -109,13 +115,25 @@ def build(spec):
 
         def read_scales(step):
             """Of the whole step."""
+            return (row_scales.read() if step_a else []) + (column_scales.read() if step_b else [])
+
+        def read_tile_scales(step, tile):
+            """Of one K tile."""
             if not blocks:
                 return []
-            return row_scales.read() + ([] if columns else column_scales.read())
+            a = [] if step_a else row_scales.read(tile, step & 1)
+            return a + ([] if step_b else column_scales.read(tile, step & 1))
 
-        def read_columns(step, tile):
-            """Of one K tile."""
-            return column_scales.read(tile, step & 1) if columns else []
+        def multiply(a, b, acc, scales, of_tile, tile):
+            if not blocks:
+                return mma.step(a, b, acc)
+            all_a = scales[: geo.frags_m] if step_a else of_tile[: geo.frags_m]
+            all_b = scales[geo.frags_m if step_a else 0 :] if step_b else of_tile[0 if step_a else geo.frags_m :]
+            if mx:
+                return mma.step(a, b, acc, row_scales.of_tile(all_a, tile), column_scales.of_tile(all_b, tile))
+            return mma.fold(
+                a, b, acc, [scale[tile] for scale in all_a], all_b[0][tile] if step_b else work.columns(all_b)
+            )
 
         # Prologue: scales of the first step, then tiles into every stage; the first fragments once tile 0 has landed.
         issue_scales(fx.Int32(0))
@@ -129,22 +147,22 @@ def build(spec):
         wait_loads(in_flight=(geo.num_stages - 1) * tile_loads)
         barrier()
         frags = read_fragments(fx.Int32(0), 0)
-        scales, at_columns = read_scales(fx.Int32(0)), read_columns(fx.Int32(0), 0)
+        scales, of_tile = read_scales(fx.Int32(0)), read_tile_scales(fx.Int32(0), 0)
 
         # Main loop. State: stage of tile k, its first fragments, the step's scales, those of tile k, weights on their way,
         # the sums.
-        counts = [1, len(frags), len(scales), len(at_columns), len(b_ahead) * geo.frags_n, geo.frags_m * geo.frags_n]
+        counts = [1, len(frags), len(scales), len(of_tile), len(b_ahead) * geo.frags_n, geo.frags_m * geo.frags_n]
 
         def step(number, state):
             cut = [sum(counts[:i]) for i in range(len(counts) + 1)]
-            (stage,), frags, scales, at_columns, flat_b, acc = (state[i:j] for i, j in itertools.pairwise(cut))
+            (stage,), frags, scales, of_tile, flat_b, acc = (state[i:j] for i, j in itertools.pairwise(cut))
             ahead = [flat_b[i : i + geo.frags_n] for i in range(0, len(flat_b), geo.frags_n)]
             for tile in range(per_step):
                 k_tile = number * per_step + tile
                 next_stage = (stage == geo.num_stages - 1).select(fx.Int32(0), stage + 1)
                 for k_slice in range(geo.num_slices):
                     last = k_slice == geo.num_slices - 1
-                    next_scales, next_columns = scales, at_columns
+                    next_scales, next_of_tile = scales, of_tile
                     reads = fragments_a.reads + (0 if direct_b else fragments_b.reads)
                     if last:
                         wait_lds()
@@ -159,32 +177,26 @@ def build(spec):
                         next_frags = read_fragments(next_stage, 0)
                         if tile == per_step - 1:
                             next_scales = read_scales(number + 1)
-                            next_columns = read_columns(number + 1, 0)
-                            reads += len(next_scales) + len(next_columns)
+                            next_of_tile = read_tile_scales(number + 1, 0)
+                            reads += len(next_scales) + len(next_of_tile)
                         else:
-                            next_columns = read_columns(number, tile + 1)
-                            reads += len(next_columns)
+                            next_of_tile = read_tile_scales(number, tile + 1)
+                            reads += len(next_of_tile)
                     else:
                         next_frags = read_fragments(stage, k_slice + 1)
                     a = frags[: geo.frags_m]
                     b = ahead[0] if direct_b else frags[geo.frags_m :]
-                    if blocks:
-                        rows = [scale[tile] for scale in scales[: geo.frags_m]]
-                        acc = mma.fold(
-                            a, b, acc, rows, work.columns(at_columns) if columns else scales[geo.frags_m][tile]
-                        )
-                    else:
-                        acc = mma.step(a, b, acc)
+                    acc = multiply(a, b, acc, scales, of_tile, tile)
                     loads = loads_of(tile) if last else 0
                     interleave(mma.instructions, loads=loads, reads=reads)
                     keep_order()
-                    frags, scales, at_columns = next_frags, next_scales, next_columns
+                    frags, scales, of_tile = next_frags, next_scales, next_of_tile
                 if direct_b:
                     ahead = ahead[1:]
                 stage = next_stage
-            return [stage, *frags, *scales, *at_columns, *(b for each in ahead for b in each), *acc]
+            return [stage, *frags, *scales, *of_tile, *(b for each in ahead for b in each), *acc]
 
-        state = [fx.Int32(0), *frags, *scales, *at_columns, *(b for each in b_ahead for b in each), *mma.zero()]
+        state = [fx.Int32(0), *frags, *scales, *of_tile, *(b for each in b_ahead for b in each), *mma.zero()]
         state = loop(num_tiles(work.num_k_tiles, per_step), state, step)
 
         # Drain: only loads past the last tile are left; they must not land in LDS that another workgroup may own by then.

@@ -114,7 +114,12 @@ def fragment_bytes(problem: GroupedProblem, arch: str) -> int:
 
 
 def block_scaled(problem: GroupedProblem) -> bool:
-    return problem.a_scaling == "1x128"
+    """Whether scales change along K."""
+    return problem.a_scaling in ("1x128", "1x32")
+
+
+def is_mx(problem: GroupedProblem) -> bool:
+    return problem.a_scaling == "1x32"
 
 
 def operand_tiles(problem: GroupedProblem, config: GroupedConfig, arch: str) -> tuple[OperandTile, OperandTile]:
@@ -166,6 +171,11 @@ def tiles_per_step(problem: GroupedProblem, config: GroupedConfig, arch: str) ->
 
 def scale_extents(problem: GroupedProblem, config: GroupedConfig) -> tuple[tuple[str, int], tuple[str, int]]:
     """(kind, extent) of block128.ScalePart for a and b."""
+    if is_mx(problem):
+        return (
+            ("mx rows" if problem.a_k_last else "mx bytes", config.tile_m),
+            ("mx rows" if problem.b_k_last else "mx bytes", config.tile_n),
+        )
     if problem.split == ROWS:
         return ("rows", config.tile_m), ("cells", max(1, config.tile_n // BLOCK_K))
     return ("rows", config.tile_m), ("columns", config.tile_n)
@@ -176,7 +186,7 @@ def scale_bytes(problem: GroupedProblem, config: GroupedConfig) -> int:
     if not block_scaled(problem):
         return 0
     return sum(
-        (2 if kind == "columns" else 1) * -(-extent * SCALE_STEPS // WORKGROUP) * 4 * WORKGROUP
+        (2 if kind in ("columns", "mx bytes") else 1) * -(-extent * SCALE_STEPS // WORKGROUP) * 4 * WORKGROUP
         for kind, extent in scale_extents(problem, config)
     )
 
@@ -197,7 +207,7 @@ def min_registers(problem: GroupedProblem, config: GroupedConfig, arch: str) -> 
     else:
         registers += (2 * frags_m + frags_n + 1) * fragment
     if block_scaled(problem):
-        registers += SCALE_STEPS * (frags_m + 1)
+        registers += SCALE_STEPS * (frags_m + (frags_n if is_mx(problem) else 1))
     if arch == "gfx942":
         staged = config.tile_m + (0 if problem.b_preshuffled else config.tile_n)
         registers += 2 * staged * config.tile_k * problem.a_dtype.itemsize // (4 * 4 * WAVE)
@@ -276,9 +286,11 @@ def _why_operands_unsupported(problem: GroupedProblem, arch: str) -> str | None:
     a, b = problem.a_dtype, problem.b_dtype
     plain = (None, "tensor", "row")
     weights = "128x128" if problem.split == ROWS else "1x128"
-    known = [(x, y) for x in plain for y in plain] + [("1x128", weights)]
+    known = [(x, y) for x in plain for y in plain] + [("1x128", weights), ("1x32", "1x32")]
     if (problem.a_scaling, problem.b_scaling) not in known:
         return f"scales {problem.a_scaling} x {problem.b_scaling} are not in this kernel"
+    if is_mx(problem) and arch != "gfx950":
+        return f"scales of blocks of 32: the matrix unit of {arch} takes none"
     if a.itemsize == b.itemsize == 1 and a.is_floating_point and b.is_floating_point:
         for name, dtype in (("a", a), ("b", b)):
             if dtype not in FLOAT8[arch]:
@@ -310,9 +322,9 @@ def _why_config_unsupported(problem: GroupedProblem, config: GroupedConfig, arch
         return f"tile_k={config.tile_k}: a multiple of {slice_k} is needed"
     if (block_scaled(problem) or problem.b_preshuffled) and config.tile_k != BLOCK_K:
         return f"tile_k={config.tile_k}: a K tile has {BLOCK_K} k where blocks of them have scales, or b is preshuffled"
-    if block_scaled(problem) and problem.split == ROWS and config.tile_n // config.waves_n > BLOCK_K:
+    if problem.b_scaling == "128x128" and config.tile_n // config.waves_n > BLOCK_K:
         return f"{config.tile_n // config.waves_n} columns for each wave: they share a scale, which {BLOCK_K} have"
-    if block_scaled(problem) and problem.split == REDUCTION and config.tile_m > 128:
+    if problem.a_scaling == "1x128" and problem.split == REDUCTION and config.tile_m > 128:
         return f"tile_m={config.tile_m}: with scales of columns, more than 128 rows need more registers than there are"
     a, b = operand_tiles(problem, config, arch)
     for each in (a, b)[: 1 if problem.b_preshuffled else 2]:
