@@ -98,4 +98,4 @@ def test_arithmetic_is_ieee():
     """Division without the fast-math forms: v_div_scale, v_div_fmas, v_div_fixup. Subnormals are numbers, in and out."""
     text = compiled("gfx950", "bfloat16", "tensor", False).text
     assert "v_div_fixup_f32" in text and "v_div_scale_f32" in text
-    assert re.search(r"\.amdhsa_float_denorm_mode_32 3\b", text)
+    assert re.search(r"\.amdhsa_float_denorm_mode_32 3\b", text) and re.search(r"_mode_16_64 3\b", text)

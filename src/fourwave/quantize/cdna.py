@@ -49,6 +49,7 @@ from fourwave.blocks.flydsl.memory import (
     lds_read,
     minimum,
     select,
+    transpose_bytes,
     uniform,
     wait_lds,
 )
@@ -403,26 +404,33 @@ class _QuantizeTile:
         self.scales = (scale, columnwise_scale)
         self.amaxes = (row_amax, column_amax)
         scaling = {
-            "1x32": self._mx, "1x128": self._block, "128x128": self._square, "row": self._row, "tensor": self._tensor,
+            "1x32": self._mx, "1x128": self._block, "128x128": self._square, "row": self._rows, "tensor": self._tensor,
         }[spec.scaling]  # fmt: skip
         # (inverse scales, finite or None) of the lane's rows and of its columns
         by_row, by_column = scaling()
+        shared = spec.scaling in ("tensor", "128x128")  # one code per element, whatever the direction
+        if spec.rowwise or shared:
+            words = [self._row(r, [by_row[r][0]] * COLUMNS, [by_row[r][1]] * (COLUMNS // 4)) for r in range(ROWS)]
         if spec.rowwise:
-            buffer = lane.row_codes_buffer(data)
-            for r in range(ROWS):
-                self._store_row(buffer, r, [by_row[r][0]] * COLUMNS, [by_row[r][1]] * (COLUMNS // 4))
+            self._store_rows(data, words)
         if not spec.columnwise:
             return
         if not spec.transposed:
             finite = [by_column[c][1] for c in range(COLUMNS)]
             masks = [self.codes.masks(finite[c : c + 4]) for c in range(0, COLUMNS, 4)]
-            buffer = lane.row_codes_buffer(columnwise_data)
-            for r in range(ROWS):
-                self._store_row(buffer, r, [inv for inv, _ in by_column], masks)
+            inverses = [inv for inv, _ in by_column]
+            self._store_rows(columnwise_data, [self._row(r, inverses, masks) for r in range(ROWS)])
             return
-        for c in range(COLUMNS):
-            inv, finite = by_column[c]
-            lane.stage_transposed(self.lds.codes.ptr, c, self._pack([row[c] * inv for row in self.x], finite))
+        for c in range(0, COLUMNS, 4):
+            if shared:
+                columns = transpose_bytes([row[c // 4] for row in words], 4)
+            else:
+                columns = [
+                    self._pack([row[c + e] * by_column[c + e][0] for row in self.x], by_column[c + e][1])
+                    for e in range(4)
+                ]
+            for e in range(4):
+                lane.stage_transposed(self.lds.codes.ptr, c + e, columns[e])
         wait_lds()
         barrier()
         lane.store_transposed(self.lds.codes.ptr, columnwise_data, spec.whole_columns)
@@ -432,11 +440,16 @@ class _QuantizeTile:
             return self.codes.pack(values)
         return self.codes.pack(values, saturate=self.spec.rule == "floor", nan=False, finite=finite)
 
-    def _store_row(self, buffer, r, inv, finite):
-        words = [
+    def _row(self, r, inv, finite):
+        """Four words of codes: the lane's row r. inv: of each column; finite: of each word (Codes.pack)."""
+        return [
             self._pack([self.x[r][c + e] * inv[c + e] for e in range(4)], finite[c // 4]) for c in range(0, COLUMNS, 4)
         ]
-        self.lane.store_row_codes(buffer, r, words, self.spec.whole_chunks)
+
+    def _store_rows(self, out, words):
+        buffer = self.lane.row_codes_buffer(out)
+        for r in range(ROWS):
+            self.lane.store_row_codes(buffer, r, words[r], self.spec.whole_chunks)
 
     def _row_maxima(self, mask):
         return [lane_max(_max_of_all([magnitude(v) for v in row]), mask, self.spec.arch) for row in self.x]
@@ -575,7 +588,7 @@ class _QuantizeTile:
 
     # ---- scales that span tiles ------------------------------------------------------------------------------------
 
-    def _row(self):
+    def _rows(self):
         """Scales from the amaxes of build_amax; the first tile of each row (column) stores them."""
         lane = self.lane
         by_row = by_column = None

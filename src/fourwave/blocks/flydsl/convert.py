@@ -207,7 +207,7 @@ class Codes:
         """
         top = self.fmt.max
         if nan:
-            finite = self.masks([v == v for v in values])
+            finite = self._nan_masks(values)
         if self._halved:
             values = [v * 0.5 for v in values]
             top *= 0.5
@@ -229,6 +229,14 @@ class Codes:
         elif finite is not None:
             word = select(finite, word, _signed(self.fmt.nan_code * 0x01010101))
         return word
+
+    def _nan_masks(self, values):
+        """For pack. By integers: lane masks of comparisons of all elements would not fit into scalar registers."""
+        nans = fx.Int32(0)
+        for i, v in enumerate(values):
+            # What is above Inf carries into the sign.
+            nans = nans | (((magnitude(v) + (0x7FFFFFFF - INF_BITS)) >> 31) & _signed(255 << 8 * i))
+        return nans ^ -1, nans & _signed(self.fmt.nan_code * 0x01010101)
 
     @dsl_loc_tracing
     def masks(self, finite):
