@@ -110,9 +110,11 @@ class FlyDSLBackend(Backend):
         self, problem: GroupedProblem, config: GroupedConfig | None, tensors: GroupedTensors
     ) -> list[str]:
         from fourwave.ops.grouped_gemm import amd
+        from fourwave.tune.grouped import config_for
 
+        arch = device_arch(tensors.a.device.index)
         with torch.cuda.device(tensors.a.device):
-            return amd.run(problem, config, device_arch(tensors.a.device.index), tensors)
+            return amd.run(problem, config or config_for(problem, arch, tensors), arch, tensors)
 
     def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         from fourwave.ops.gemm import amd

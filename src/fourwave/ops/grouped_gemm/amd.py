@@ -206,6 +206,11 @@ def _launch(spec: Specialisation, arguments: tuple[Any, ...]) -> None:
 def _call(spec: Specialisation, target: Any, arguments: tuple[Any, ...]) -> None:
     compiled = _compiled.get((spec, target))
     if compiled is None:
+        if target[0] == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a graph is being captured and this grouped GEMM is not compiled yet: warm up first, by one call with operands of "
+                "these dtypes, layouts and sizes"
+            )
         with _lock:
             compiled = _compiled.get((spec, target))
             if compiled is None:
