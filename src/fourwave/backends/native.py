@@ -36,6 +36,7 @@ def _inexact_fp32() -> bool:
 class NativeBackend(Backend):
     """torch.mm; torch._scaled_mm for 8-bit floats with one scale each, where the GPU's library takes them.
 
+    What torch._scaled_mm accumulates on Hopper keeps about 14 bits between promotions (testing.bounds.hopper_fp8_u_acc).
     Other operands of 8 bits and less are dequantized first, to float32, or for MX on a GPU to bfloat16: exact but for
     "1x128" and "128x128", whose values are rounded to float32.
     bf16 and fp16 are accumulated in float32; alpha, bias, activation and the addend are applied in float32, and the only
@@ -237,7 +238,8 @@ def why_no_scaled_mm(problem: GemmProblem, tensors: GemmTensors | None = None) -
 
 def _scaled_mm(problem: GemmProblem, tensors: GemmTensors) -> torch.Tensor:
     assert tensors.a_scale is not None and tensors.b_scale is not None
+    # cuBLASLt refuses a scale that is not 16-byte aligned, as one out of a vector of scales; a copy is.
+    scales = [t if t.data_ptr() % 16 == 0 else t.clone() for t in (tensors.a_scale, tensors.b_scale)]
     return torch._scaled_mm(
-        tensors.a, tensors.b.mT, tensors.a_scale, tensors.b_scale, out_dtype=torch.float32,
-        use_fast_accum=problem.fast_accum,
+        tensors.a, tensors.b.mT, *scales, out_dtype=torch.float32, use_fast_accum=problem.fast_accum,
     )  # fmt: skip
