@@ -123,6 +123,49 @@ def test_nan_in_a_neighbouring_group_stays_there(arch: str, kind: str) -> None:
     assert torch.equal(out[:7], clean[:7]) and torch.equal(out[16:], clean[16:]) and out[7:16].isnan().all()
 
 
+@pytest.mark.parametrize("kind", ["forward", "preshuffled", "dgrad", "mx", "plain"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_k_split_among_workgroups(arch: str, kind: str) -> None:
+    """Parts of whole steps, the last ones shorter or empty; rows in no group; every part counts (blocks differ)."""
+    case = blocks(arch, kind="dgrad" if kind == "dgrad" else "forward", extra=3, scale_layout="rows")
+    case = replace(case, N=1100) if kind == "dgrad" else replace(case, K=1536 if kind == "preshuffled" else 1100)
+    case = replace(case, preshuffled=kind == "preshuffled")
+    if kind == "plain":
+        case = replace(case, scaling=None)
+    if kind == "mx":
+        if arch == "gfx942":
+            pytest.skip("its matrix unit takes no scales")
+        case = replace(case, scaling="1x32")
+    smallest = candidates(case.problem(), arch)[-1]
+    for split in (2, 5):
+        result, out = replace(case, config=replace(smallest, split_k=split), out_dtype=torch.float32).outcome(
+            f"sim:{arch}"
+        )
+        assert result.passed, result
+        assert not out[-3:].any()
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_narrow_products_are_split(arch: str) -> None:
+    """1280 x 8192, 1 to 96 rows: ten tiles for hundreds of compute units."""
+    for rows in (1, 8, 16, 64, 96):
+        problem = blocks(arch, sizes=(rows,), N=1280, K=8192).problem()
+        config, reasons = default_config(problem, arch)
+        assert config.split_k >= 4 and "K split" in reasons[-1]
+        assert config.tile_m <= 2 * max(rows, 16)
+        shuffled = default_config(replace(problem, b_preshuffled=True), arch)[0]
+        assert shuffled.split_k == config.split_k
+    assert default_config(blocks(arch, sizes=(4096,), N=4096, K=8192).problem(), arch)[0].split_k == 1
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_split_products_have_the_same_bits_preshuffled(arch: str) -> None:
+    case = blocks(arch, sizes=(9, 2), N=256, K=2048)
+    assert default_config(case.problem(), arch)[0].split_k > 1
+    plain, shuffled = (replace(case, preshuffled=p).outcome(f"sim:{arch}")[1] for p in (False, True))
+    assert torch.equal(plain, shuffled)
+
+
 def test_nan_scales_of_neighbours_stay_there() -> None:
     """MX blocks of 32 rows that wholly belong to another group, in K tiles that begin before this one or end behind it."""
     case = blocks("gfx950", kind="wgrad", scaling="1x32", sizes=(64, 64, 96))
@@ -229,5 +272,12 @@ def test_refusals(arch: str) -> None:
         why = why_unsupported(each, candidates(problem, arch)[0], arch)
         assert why is not None and any(part in why for part in message.split("|")), (why, message)
     config = candidates(problem, arch)[0]
-    for field, value in (("tile_m", 24), ("waves_m", 3), ("tile_k", 100), ("num_stages", 1), ("tile_n", 512)):
+    for field, value in (
+        ("tile_m", 24),
+        ("waves_m", 3),
+        ("tile_k", 100),
+        ("num_stages", 1),
+        ("tile_n", 512),
+        ("split_k", 33),
+    ):
         assert why_unsupported(problem, replace(config, **{field: value}), arch) is not None, field

@@ -138,12 +138,12 @@ def test_choice(tmp_path: Path) -> None:
     )
     assert not measured
     best = grouped.choose(PROBLEM, "gfx950", measure, store=store)
-    assert best.tile_m == 64 and measured == candidates(PROBLEM, "gfx950")
+    assert best.tile_m == 64 and measured == grouped.pruned(PROBLEM, "gfx950")
     # Other rows and groups of the same powers of two share it; from the disk, too. Another kind of problem does not.
     near = replace(PROBLEM, M=3000, G=5)
     assert grouped.choose(near, "gfx950", measure, store=WinnerCache(tmp_path)) == best
     assert grouped.choose(near, "gfx950", measure, store=store, capturing=True) == best
-    assert len(measured) == len(candidates(PROBLEM, "gfx950"))
+    assert len(measured) == len(grouped.pruned(PROBLEM, "gfx950"))
     for other in (replace(PROBLEM, M=5000), replace(PROBLEM, N=1408), replace(PROBLEM, b_preshuffled=True)):
         assert grouped.key_of(other, "gfx950") != grouped.key_of(PROBLEM, "gfx950")
     assert grouped.key_of(PROBLEM, "gfx942") != grouped.key_of(PROBLEM, "gfx950")
@@ -158,7 +158,9 @@ def test_a_winner_of_another_version_is_not_used(tmp_path: Path) -> None:
 
 
 def test_few_rows_are_not_timed_with_tall_tiles() -> None:
-    assert max(config.tile_m for config in grouped.pruned(replace(PROBLEM, M=8), "gfx950")) < 32
+    few = grouped.pruned(replace(PROBLEM, M=8), "gfx950")
+    assert max(config.tile_m for config in few) < 32
+    assert max(config.split_k for config in few) > 1
 
 
 def test_only_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from fourwave import env
-from fourwave.ops.grouped_gemm.config import GroupedConfig, candidates, default_config, why_unsupported
+from fourwave.ops.grouped_gemm.config import (
+    GroupedConfig,
+    candidates,
+    default_config,
+    expected_tiles,
+    split_of,
+    why_unsupported,
+)
 from fourwave.ops.grouped_gemm.problem import ROWS, GroupedProblem, GroupedTensors
 from fourwave.tune.cache import WinnerCache
 
@@ -57,9 +64,16 @@ def _next_power(value: int) -> int:
 
 
 def pruned(problem: GroupedProblem, arch: str) -> list[GroupedConfig]:
-    """Candidates worth a run: no tile of which three quarters or more would be rows that do not exist."""
+    """Candidates worth a run: no tile of which three quarters or more would be rows that do not exist; where tiles are few, also
+    with K split."""
     configs = candidates(problem, arch)
-    return [config for config in configs if config.tile_m < 4 * problem.M] or configs[-1:]
+    kept = [config for config in configs if config.tile_m < 4 * problem.M] or configs[-1:]
+    split = [
+        replace(config, split_k=parts)
+        for config in kept
+        if (parts := split_of(problem, config, arch, expected_tiles(problem, config))) > 1
+    ]
+    return kept + split
 
 
 def choose(

@@ -18,6 +18,7 @@ from fourwave.ops.grouped_gemm.config import (
     grid_tiles,
     is_mx,
     why_unsupported,
+    workspace_shape,
 )
 from fourwave.ops.grouped_gemm.problem import ROWS, GroupedProblem, GroupedTensors
 
@@ -64,10 +65,13 @@ def placeholder_arguments(spec: Specialisation) -> list[Any]:
         torch.zeros(2, dtype=problem.m_sizes_dtype), torch.zeros(problem.out_shape, dtype=problem.out_dtype), None,
         zeros(problem.a_scale_shape, scales), zeros(problem.b_scale_shape, scales),
     )  # fmt: skip
-    return _jit_arguments(*_arguments(problem, spec.config, tensors), None)
+    workspace = None if spec.config.split_k == 1 else torch.zeros(1, 1024)
+    return _jit_arguments(*_arguments(problem, spec.config, tensors, workspace), None)
 
 
-def _arguments(problem: GroupedProblem, config: GroupedConfig, tensors: GroupedTensors) -> tuple[Any, ...]:
+def _arguments(
+    problem: GroupedProblem, config: GroupedConfig, tensors: GroupedTensors, workspace: Tensor | None
+) -> tuple[Any, ...]:
     """Arguments of the launchers but for the stream."""
     unused = _bytes(tensors.out).reshape(-1)[:1] if tensors.out.is_contiguous() else _flat(_bytes(tensors.out))
     a_scale = unused if tensors.a_scale is None else _bytes(_flat(tensors.a_scale))
@@ -75,6 +79,7 @@ def _arguments(problem: GroupedProblem, config: GroupedConfig, tensors: GroupedT
     a_strides, b_strides = _scale_strides(problem, tensors)
     return (
         _bytes(tensors.a), _bytes(tensors.b), tensors.out, tensors.m_sizes.view(torch.int32), a_scale, b_scale,
+        unused if workspace is None else workspace,
         problem.G, problem.M, problem.N, problem.K, *a_strides, *b_strides, grid_tiles(problem, config),
     )  # fmt: skip
 
@@ -155,7 +160,10 @@ def run(problem: GroupedProblem, config: GroupedConfig | None, arch: str, tensor
     vectorised = problem.N % 8 == 0 and out.data_ptr() % ALIGN_BYTES == 0
     vectorised = vectorised and all(stride * out.element_size() % ALIGN_BYTES == 0 for stride in out.stride()[:-1])
     prepared = tensors._replace(a=a, b=b, m_sizes=m_sizes, a_scale=a_scale, b_scale=b_scale)
-    _launch(specialise(problem, config, arch, vectorised), _arguments(problem, config, prepared))
+    workspace = None
+    if config.split_k > 1:
+        workspace = torch.empty(workspace_shape(problem, config), dtype=torch.float32, device=a.device)
+    _launch(specialise(problem, config, arch, vectorised), _arguments(problem, config, prepared, workspace))
     return notes
 
 

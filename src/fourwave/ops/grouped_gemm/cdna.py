@@ -1,17 +1,19 @@
 """What the CDNA grouped GEMM kernels share: the launcher, and what a workgroup finds out about its work."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.block128 import BLOCK_K, GlobalScales128, ScalePart, Scales128
-from fourwave.blocks.flydsl.epilogue import Epilogue, store_tile
+from fourwave.blocks.flydsl.control import when
+from fourwave.blocks.flydsl.epilogue import Epilogue, Partials, store_tile
 from fourwave.blocks.flydsl.groups import Sizes, matrix_view, vector_view
 from fourwave.blocks.flydsl.loaders import GlobalTile
 from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, minimum, select, uniform
 from fourwave.blocks.flydsl.mma import FORMATS
-from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
+from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, MMA_M, MMA_N, WAVE, WORKGROUP
 from fourwave.ops.grouped_gemm.config import block_scaled, scale_extents
 from fourwave.ops.grouped_gemm.preshuffle import K_BLOCK
@@ -41,29 +43,55 @@ def epilogue(spec):
     )
 
 
-def launcher(kernel):
-    """A FlyDSL JIT function that launches kernel(arguments), arguments by name.
+def launcher(kernel, spec, geo):
+    """A FlyDSL JIT function that launches kernel(arguments), arguments by name, and where K is split, the kernel that adds the
+    parts (_reduction).
 
     a, b, out as in GroupedTensors, 8-bit types as bytes; m_sizes as 32-bit words; a_scale, b_scale flat
     a_stride, a_k_stride   elements of a_scale between rows and blocks of k; both 0: layout "groups"
     b_group_stride, b_stride, b_k_stride   of b_scale, between groups, columns (or 128 of them), blocks of k
-    tiles   workgroups
+    workspace  float32, config.workspace_shape, where K is split
+    tiles   workgroups for each part of K
     """
+    split = spec.config.split_k
+    reduction: Any = None if split == 1 else _reduction(spec, geo)
 
     @flyc.jit
     def launch_grouped_gemm(
         a: fx.Tensor, b: fx.Tensor, out: fx.Tensor, m_sizes: fx.Tensor, a_scale: fx.Tensor, b_scale: fx.Tensor,
+        workspace: fx.Tensor,
         G: fx.Int32, M: fx.Int32, N: fx.Int32, K: fx.Int32, a_stride: fx.Int32, a_k_stride: fx.Int32,
         b_group_stride: fx.Int32, b_stride: fx.Int32, b_k_stride: fx.Int32, tiles: fx.Int32,
         stream: fx.Stream = fx.Stream(None),
     ):  # fmt: skip
         arguments = SimpleNamespace(
-            a=a, b=b, out=out, m_sizes=m_sizes, a_scale=a_scale, b_scale=b_scale, G=G, M=M, N=N, K=K, a_stride=a_stride,
+            a=a, b=b, out=out, m_sizes=m_sizes, a_scale=a_scale, b_scale=b_scale, workspace=workspace, G=G, M=M, N=N, K=K, a_stride=a_stride,
             a_k_stride=a_k_stride, b_group_stride=b_group_stride, b_stride=b_stride, b_k_stride=b_k_stride,
         )  # fmt: skip
-        kernel(arguments).launch(grid=(tiles, 1, 1), block=(WORKGROUP, 1, 1), stream=stream)
+        kernel(arguments).launch(grid=(tiles * split, 1, 1), block=(WORKGROUP, 1, 1), stream=stream)
+        if fx.const_expr(reduction is not None):
+            reduction(arguments).launch(grid=(tiles, 1, 1), block=(WORKGROUP, 1, 1), stream=stream)
 
     return launch_grouped_gemm
+
+
+def _reduction(spec, geo):
+    """Adds the parts of each tile, part 0 first, and runs the epilogue: each result is one fixed sum (ops/gemm/cdna.py)."""
+    epi, split = epilogue(spec), spec.config.split_k
+
+    @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
+    def grouped_gemm_reduction(arguments):
+        work = Work(arguments, spec.problem, geo)
+        when(work.active, lambda: add(work))
+
+    def add(work):
+        acc = None
+        for part in range(split):
+            values = work.partials(part).load()
+            acc = values if acc is None else [total + value for total, value in zip(acc, values)]
+        work.store(acc, epi)
+
+    return grouped_gemm_reduction
 
 
 class Work:
@@ -76,8 +104,9 @@ class Work:
     num_k_tiles  K tiles there are
     """
 
-    def __init__(self, arguments, problem, geo):
-        self.arguments, self.problem, self.geo = arguments, problem, geo
+    def __init__(self, arguments, problem, geo, split=1, step_k=None):
+        """split: parts of K, of whole steps of step_k; only where rows are split."""
+        self.arguments, self.problem, self.geo, self.split, self.step_k = arguments, problem, geo, split, step_k
         self.blocks = block_scaled(problem)
         self.thread = fx.Int32(fx.thread_idx.x)
         self.lane = self.thread % WAVE
@@ -95,16 +124,18 @@ class Work:
         rows, tiles = sizes.totals(geo.tile_m)
         tiles_m = tiles + num_tiles(arguments.M - minimum(rows, arguments.M), geo.tile_m)
         tiles_n = num_tiles(arguments.N, geo.tile_n)
-        workgroup = fx.Int32(fx.block_idx.x)
-        self.active = workgroup < tiles_m * tiles_n
-        t, n_tile = output_tile(minimum(workgroup, tiles_m * tiles_n - 1), tiles_m, tiles_n, geo.group_m)
+        workgroup, self.tiles = fx.Int32(fx.block_idx.x), tiles_m * tiles_n
+        self.active = workgroup < self.tiles * self.split
+        workgroup = minimum(workgroup, self.tiles * self.split - 1)
+        self.tile, self.part, k_first, k_end = k_part(workgroup, self.tiles, arguments.K, self.step_k, self.split)
+        t, n_tile = output_tile(self.tile, tiles_m, tiles_n, geo.group_m)
         t, n_tile = uniform(t), uniform(n_tile)
         self.group = group = sizes.with_tile(t, geo.tile_m)
         self.m0, self.n0 = group.first + group.m_tile * geo.tile_m, n_tile * geo.tile_n
         # Always true but for sizes that add up to more rows than there are.
         self.active = self.active & (self.m0 < group.end)
         none = group.index == arguments.G
-        self.k_first, self.k_end = fx.Int32(0), select(none, 0, arguments.K)
+        self.k_first, self.k_end = select(none, 0, k_first), select(none, 0, k_end)
         # Weights of the last group stand for those of none: an address that nothing is read from.
         self.weights = fx.Int64(minimum(group.index, arguments.G - 1))
 
@@ -227,6 +258,18 @@ class Work:
         return out
 
     # ---- result ------------------------------------------------------------------------------------------------------
+
+    def partials(self, part):
+        """Where the sums of one part of K lie in the workspace."""
+        number = part * self.tiles + self.tile
+        return Partials(self.arguments.workspace, number, self.geo.frags_m * self.geo.frags_n, self.thread)
+
+    def finish(self, acc, epi):
+        """The end of a kernel: the epilogue, or partial sums where K is split."""
+        if self.split == 1:
+            self.store(acc, epi)
+        else:
+            self.partials(self.part).store(acc)
 
     def store(self, acc, epi):
         arguments = self.arguments

@@ -60,7 +60,7 @@ def build(spec):
     @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
     def grouped_gemm_cdna3(arguments):
         lds = fx.SharedAllocator().allocate(Storage).peek().tiles.ptr
-        work = Work(arguments, problem, geo)
+        work = Work(arguments, problem, geo, config.split_k, per_step * config.tile_k)
         when(work.active, lambda: compute(work, lds))
 
     def compute(work, lds):
@@ -189,6 +189,6 @@ def build(spec):
         # Drain: nothing; what is still in flight are registers of tiles past the last.
 
         # Epilogue.
-        work.store(state[-geo.frags_m * geo.frags_n :], epi)
+        work.finish(state[-geo.frags_m * geo.frags_n :], epi)
 
-    return launcher(grouped_gemm_cdna3)
+    return launcher(grouped_gemm_cdna3, spec, geo)

@@ -70,7 +70,7 @@ def build(spec):
     @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
     def grouped_gemm_cdna4(arguments):
         lds = fx.SharedAllocator().allocate(Storage).peek().tiles.ptr
-        work = Work(arguments, problem, geo)
+        work = Work(arguments, problem, geo, config.split_k, per_step * config.tile_k)
         when(work.active, lambda: compute(work, lds))
 
     def compute(work, lds):
@@ -203,6 +203,6 @@ def build(spec):
         wait_loads(in_flight=0)
 
         # Epilogue.
-        work.store(state[-geo.frags_m * geo.frags_n :], epi)
+        work.finish(state[-geo.frags_m * geo.frags_n :], epi)
 
-    return launcher(grouped_gemm_cdna4)
+    return launcher(grouped_gemm_cdna4, spec, geo)

@@ -5,7 +5,7 @@ Imports neither FlyDSL nor torch.cuda: the rule can be asked anywhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +26,7 @@ from fourwave.ops.gemm.config import (
     LOAD_BYTES_PER_CLOCK,
     MATRIX_FLOPS,
     MAX_EXTENT,
+    MAX_SPLIT_K,
     MAX_TILE_BYTES,
     NUM_CUS,
     OVERLAP_LOSS,
@@ -49,6 +50,7 @@ class GroupedConfig:
 
     num_stages  LDS buffers per operand
     group_m     rows of tiles in a band that neighbouring workgroups walk through together (L2 reuse)
+    split_k     workgroups that share the reduction of a tile (cdna.py); of split rows only
     """
 
     tile_m: int = 128
@@ -58,12 +60,13 @@ class GroupedConfig:
     waves_m: int = 2
     waves_n: int = 2
     group_m: int = 8
+    split_k: int = 1
 
     def __str__(self) -> str:
         return (
             f"{self.tile_m}x{self.tile_n}x{self.tile_k}, {self.num_stages} stages, {self.waves_m}x{self.waves_n} waves, "
             f"bands of {self.group_m}"
-        )
+        ) + (f", K split in {self.split_k}" if self.split_k > 1 else "")
 
 
 # tile_m, tile_n, tile_k (of 8-bit operands; half as many of 16 bits), num_stages, waves_m, waves_n.
@@ -225,6 +228,29 @@ def grid_tiles(problem: GroupedProblem, config: GroupedConfig) -> int:
     return (problem.M // config.tile_m + min(problem.G + 1, problem.M)) * columns
 
 
+def workspace_shape(problem: GroupedProblem, config: GroupedConfig) -> tuple[int, int]:
+    """Of the float32 sums that workgroups leave where K is split: a row for each part of each tile."""
+    results = config.tile_m // config.waves_m // 16 * (config.tile_n // config.waves_n // 16)
+    return config.split_k * grid_tiles(problem, config), results * 4 * WORKGROUP
+
+
+def split_of(problem: GroupedProblem, config: GroupedConfig, arch: str, tiles: int) -> int:
+    """Parts of K for which the tiles fill the compute units, if each part still has two steps of the main loop; else 1."""
+    step_k = config.tile_k * tiles_per_step(problem, config, arch)
+    most = min(MAX_SPLIT_K, -(-problem.K // step_k) // 2)
+    wanted = NUM_CUS[arch] // max(tiles, 1)
+    return 1 if problem.split == REDUCTION or wanted < 2 else max(1, min(most, wanted))
+
+
+def expected_tiles(problem: GroupedProblem, config: GroupedConfig) -> int:
+    """Tiles there are if half of the last one of every group is empty."""
+    columns = -(-problem.N // config.tile_n)
+    if problem.split == REDUCTION:
+        return problem.G * -(-problem.M // config.tile_m) * columns
+    used = max(1, min(problem.G, problem.M))
+    return max(used, -(-problem.M // config.tile_m) + used // 2) * columns
+
+
 def default_config(problem: GroupedProblem, arch: str) -> tuple[GroupedConfig, list[str]]:
     """The configuration used when the caller names none, and the reasons in words.
 
@@ -232,28 +258,33 @@ def default_config(problem: GroupedProblem, arch: str) -> tuple[GroupedConfig, l
     rounds of workgroups over the compute units, times what one tile takes.
     """
     cus, size = NUM_CUS[arch], problem.a_dtype.itemsize
-    groups = max(1, problem.G)
     best = None
     for config in candidates(problem, arch):
-        columns = -(-problem.N // config.tile_n)
-        if problem.split == ROWS:
-            used = min(groups, problem.M)
-            tiles = max(used, -(-problem.M // config.tile_m) + used // 2) * columns
-        else:
-            tiles = groups * -(-problem.M // config.tile_m) * columns
+        tiles = expected_tiles(problem, config)
+        parts = split_of(problem, config, arch, tiles)
         matrix = size * config.tile_m * config.tile_n / MATRIX_FLOPS[arch]
         loading = (config.tile_m + config.tile_n) * size / LOAD_BYTES_PER_CLOCK
-        time = -(-tiles // cus) * (max(matrix, loading) + OVERLAP_LOSS * min(matrix, loading))
+        time = -(-tiles * parts // cus) * (max(matrix, loading) + OVERLAP_LOSS * min(matrix, loading)) / parts
         if best is None or time < best[0]:
             best = (time, tiles, config)
     if best is None:
         raise NotImplementedError(f"no tile of {arch} fits {problem}")
     _, tiles, config = best
+    if problem.b_preshuffled:
+        # The order of a sum is not to depend on the order of weights in memory.
+        split = default_config(replace(problem, b_preshuffled=False), arch)[0].split_k
+    else:
+        split = split_of(problem, config, arch, tiles)
+    config = replace(config, split_k=split)
     reasons = [
         f"tile {config.tile_m}x{config.tile_n}: {tiles} workgroup(s) for {cus} compute units of {arch} on average, "
         f"{-(-tiles // cus)} round(s); the least modelled time of the tiles",
         f"{lds_bytes(problem, config, arch)} of {LDS_BYTES[arch]} bytes of LDS",
     ]
+    if config.split_k > 1:
+        reasons.append(
+            f"K split in {config.split_k}, whose sums a second launch adds: the tiles leave compute units idle"
+        )
     return config, reasons
 
 
@@ -305,7 +336,7 @@ def _why_operands_unsupported(problem: GroupedProblem, arch: str) -> str | None:
 
 
 def _why_config_unsupported(problem: GroupedProblem, config: GroupedConfig, arch: str) -> str | None:
-    for name in ("tile_m", "tile_n", "tile_k", "num_stages", "waves_m", "waves_n", "group_m"):
+    for name in ("tile_m", "tile_n", "tile_k", "num_stages", "waves_m", "waves_n", "group_m", "split_k"):
         value = getattr(config, name)
         if not isinstance(value, int) or value < 1:
             return f"{name}={value!r}: an int of at least 1 is needed"
@@ -340,7 +371,12 @@ def _why_config_unsupported(problem: GroupedProblem, config: GroupedConfig, arch
     registers = min_registers(problem, config, arch)
     if registers > REGISTERS - RESERVED:
         return f"at least {registers} registers per lane and {RESERVED} for addresses: there are {REGISTERS}"
-    if grid_tiles(problem, config) >= 2**31:
+    if config.split_k > 1:
+        if problem.split == REDUCTION:
+            return f"split_k={config.split_k}: the reduction is split into groups already"
+        if config.split_k > MAX_SPLIT_K:
+            return f"split_k={config.split_k}: at most {MAX_SPLIT_K}"
+    if grid_tiles(problem, config) * config.split_k >= 2**31:
         return f"more than 2**31 tiles of {config.tile_m}x{config.tile_n}: take larger ones"
     spans = (
         ("a", config.tile_m if problem.a_k_last else config.tile_k, problem.a_shape[-1] * size),
