@@ -48,7 +48,7 @@ def test_candidates_are_supported(arch, layout, dtype):
         (4096, 4096, (256, 256)),  # 256 tiles of 256 x 256: once
         (2048, 2048, (128, 128)),
         (1024, 1024, (64, 64)),
-        (512, 512, (16, 64)),
+        (512, 512, (64, 64)),  # and K is split
         (1, 4096, (16, 64)),
         (16, 4096, (16, 64)),
     ],
@@ -111,3 +111,54 @@ def test_unknown_arch():
 
 def test_empty_problems_have_no_configuration_to_check():
     assert why_unsupported(problem(M=0), None, "gfx950") is None
+
+
+def reasons_of(config_and_reasons):
+    return "; ".join(config_and_reasons[1])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_reasons(arch):
+    """Each is there where it is the reason, and not elsewhere."""
+    few = default_config(problem(16, 1280, 8192), arch)
+    assert few[0].split_k > 1 and f"K split in {few[0].split_k}" in reasons_of(few) and "taller" in reasons_of(few)
+    wgrad = default_config(problem(512, 512, 2**16, layout="NT"), arch)
+    assert wgrad[0].split_k > 1
+    invariant = default_config(problem(16, 1280, 8192, batch_invariant=True), arch)
+    assert invariant[0].split_k == 1 and "K is not split" in reasons_of(invariant)
+    large = default_config(problem(9728, 8192, 8192), arch)  # whole rounds of the largest tile, nearly
+    assert (large[0].split_k, large[0].tile_m) == (1, 256)
+    for word in ("split", "taller", "not tile"):
+        assert word not in reasons_of(large)
+    assert "dies" in reasons_of(large) and "modelled, not measured" in reasons_of(large)
+    sums = default_config(problem(8192, 8192, 8192, layout="NT", bias_grad_dtype=FP32), "gfx950")
+    assert sums[0].tile_m < 256 and "not tile 256x256: " in reasons_of(sums)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_batch_invariant_problems_never_split_k(arch):
+    for m in (1, 2, 17, 33, 128, 257, 4096):
+        assert default_config(problem(m, 512, 2**16, batch_invariant=True), arch)[0].split_k == 1
+
+
+def test_tuned_configurations_come_first(monkeypatch):
+    from fourwave.ops.gemm import config as gemm_config
+    from fourwave.ops.gemm import tuned_cdna
+
+    gemm_config._default_config.cache_clear()
+    small = problem(13, 512, 4096)
+    tuned = {"tile_m": 64, "tile_n": 64, "tile_k": 64, "num_stages": 4, "split_k": 8}
+    name = "gfx950 TN bfloat16 x bfloat16 M<=16 N=512 K=4096"
+    assert tuned_cdna.key(small, "gfx950") == name
+    monkeypatch.setattr(tuned_cdna, "TABLE", {name: tuned})
+    try:
+        config, reasons = default_config(small, "gfx950")
+        assert (config.tile_m, config.split_k) == (64, 8) and reasons[0] == f"tuned for {name}"
+        assert default_config(problem(17, 512, 4096), "gfx950")[0] != config
+        assert default_config(problem(13, 512, 4096, batch_invariant=True), "gfx950")[0].split_k == 1
+        gemm_config._default_config.cache_clear()
+        monkeypatch.setattr(tuned_cdna, "TABLE", {name: tuned | {"tile_k": 48}})
+        config, reasons = default_config(small, "gfx950")
+        assert config.tile_k != 48 and reasons[0].startswith("not what was tuned") and "tile_k=48" in reasons[0]
+    finally:
+        gemm_config._default_config.cache_clear()

@@ -5,6 +5,7 @@ Needs FlyDSL; the assembly needs no linker, code objects do.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -264,6 +265,48 @@ def test_epilogues_do_not_spill(arch, layout, options):
 
 def _check_spills(kernel):
     assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_split_k(arch):
+    """Two kernels; the one that adds the parts has no loop and no spills either."""
+    problem = GemmProblem(16, 1280, 8192, "TN", BF16, BF16, BF16)
+    kernel = isa.compile_isa(problem, None, arch)
+    _check_spills(kernel)
+    assert "gemm_reduction" in kernel.text and "gemm_reduction" not in kernel.name
+    largest = dataclasses.replace(candidates(arch)[1], split_k=4)
+    _check_spills(isa.compile_isa(problem, largest, arch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"a_scaling": "row", "b_scaling": "row", "bias_dtype": FP32, "activation": "gelu", "accumulate": True},
+        {"preactivation_dtype": BF16, "activation": "gelu", "bias_dtype": BF16},
+        {"activation": "swiglu", "preactivation_dtype": BF16, "a_scaling": "row", "b_scaling": "row"},
+        {"out_scaling": "tensor", "out_dtype": torch.float8_e5m2, "activation": "gelu", "bias_dtype": BF16},
+        {"out_scaling": "1x32", "out_dtype": torch.float8_e4m3fn, "out_direction": "both", "activation": "silu"},
+    ],
+    ids=["row scales", "preactivation", "swiglu", "quantized", "quantized blocks"],
+)
+def test_scales_and_outputs_do_not_spill(arch, options):
+    for dtypes in ((BF16, BF16), FLOAT8[arch]):
+        problem = GemmProblem(4096, 4096, 4096, "TN", *dtypes, **({"out_dtype": BF16} | options))
+        _check_spills(isa.compile_isa(problem, candidates(arch, dtypes[0].itemsize)[0], arch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grad_dtype", [FP32, BF16])
+@pytest.mark.parametrize("out_dtype", [FP32, BF16])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bias_grad_does_not_spill(arch, out_dtype, grad_dtype):
+    """gfx950 leaves it to the second largest tile."""
+    options = {"bias_grad_dtype": grad_dtype, "accumulate": out_dtype == FP32}
+    problem = GemmProblem(4096, 4096, 4096, "NT", BF16, BF16, out_dtype, **options)
+    _check_spills(isa.compile_isa(problem, candidates(arch)[1 if arch == "gfx950" else 0], arch))
 
 
 LOOP = """

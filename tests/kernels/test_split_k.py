@@ -76,6 +76,7 @@ def test_what_is_not_split(arch: str) -> None:
     config = replace(candidates(arch)[2], split_k=2)
     assert why_unsupported(problem, config, arch) is None
     assert "batch_invariant" in (why_unsupported(replace(problem, batch_invariant=True), config, arch) or "")
+    assert "registers" in (why_unsupported(problem, replace(candidates(arch)[0], split_k=2), arch) or "")
     assert "split_k=33" in (why_unsupported(problem, replace(config, split_k=33), arch) or "")
 
 

@@ -147,7 +147,7 @@ def num_results(epi, geo):
 
 
 class Partials:
-    """The accumulators of one workgroup in `workspace`: a quarter of KiB per wave and register of each, as lanes have them."""
+    """The accumulators of one workgroup in `workspace`, as lanes have them: one result of all lanes after the other."""
 
     def __init__(self, workspace, number, results, thread):
         """number (Int32): of the tile and part."""
@@ -159,8 +159,9 @@ class Partials:
         for value, offset in zip(acc, self.offsets, strict=True):
             self.buffer.store(value, offset)
 
-    def load(self):
-        return [self.buffer.load(offset, 4, fx.Float32) for offset in self.offsets]
+    def load(self, chosen):
+        """A slice of the accumulators."""
+        return [self.buffer.load(offset, 4, fx.Float32) for offset in self.offsets[chosen]]
 
 
 def store_tile(acc, epi, arguments, m0, n0, geo, wave_m, wave_n, lane):

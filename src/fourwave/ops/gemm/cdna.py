@@ -12,7 +12,7 @@ import flydsl.compiler as flyc
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.epilogue import Partials, num_results, store_tile
-from fourwave.blocks.flydsl.memory import uniform
+from fourwave.blocks.flydsl.memory import keep_order, uniform
 from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
 
@@ -21,6 +21,8 @@ TENSORS = (
     "a", "b", "out", "bias", "a_scale", "b_scale", "preactivation", "bias_grad", "out_scale", "out_amax", "out_columnwise",
     "out_columnwise_scale", "workspace",
 )  # fmt: skip
+
+AT_ONCE = 4  # accumulators of which all parts are loaded together
 
 
 def finish(acc, epi, arguments, geo, split, place, tiles, tile, part, wave_m, wave_n, lane):
@@ -39,11 +41,19 @@ def _reduction(geo, epi, split):
         tile = fx.Int32(fx.block_idx.x)
         tiles_m, tiles_n = num_tiles(arguments.M, geo.tile_m), num_tiles(arguments.N, geo.tile_n)
         m_tile, n_tile = output_tile(tile, tiles_m, tiles_n, geo.group_m)
-        acc = None
-        for part in fx.range_constexpr(split):
-            number = tile + tiles_m * tiles_n * part
-            values = Partials(arguments.workspace, number, num_results(epi, geo), thread).load()
-            acc = values if acc is None else [total + value for total, value in zip(acc, values)]
+        parts = [
+            Partials(arguments.workspace, tile + tiles_m * tiles_n * part, num_results(epi, geo), thread)
+            for part in range(split)
+        ]
+        acc = []
+        for first in fx.range_constexpr(0, num_results(epi, geo), AT_ONCE):
+            chunk = slice(first, first + AT_ONCE)
+            total = parts[0].load(chunk)
+            for part in parts[1:]:
+                total = [sum_so_far + value for sum_so_far, value in zip(total, part.load(chunk), strict=True)]
+            acc += total
+            # The compiler would load everything first, and have no registers for it.
+            keep_order()
         store_tile(
             acc,
             epi,

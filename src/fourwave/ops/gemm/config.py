@@ -5,7 +5,8 @@ Imports neither FlyDSL nor torch.cuda: the rule can be asked anywhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,11 +21,13 @@ from fourwave.blocks.flydsl.tiles import (
     Geometry,
     OperandTile,
 )
+from fourwave.ops.gemm import tuned_cdna
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.problem import GemmProblem
 
 ARCHS = ("gfx950", "gfx942")
+NUM_XCDS = 8  # schedule.py
 NUM_CUS = {"gfx950": 256, "gfx942": 304}  # MI350X, MI300X
 MMA = {"gfx950": "16x16x32", "gfx942": "16x16x16"}  # of 16-bit operands
 MMA_FLOAT32 = "16x16x4"
@@ -117,6 +120,10 @@ _CANDIDATES_FLOAT8 = {
 MATRIX_FLOPS = {"gfx950": 4096, "gfx942": 2048}
 MATRIX_FLOPS_FLOAT32 = 256
 LOAD_BYTES_PER_CLOCK = 64  # L1 to registers or LDS, per compute unit
+MEMORY_BYTES_PER_CLOCK = {"gfx950": 3300, "gfx942": 2500}  # published bandwidth / clock
+# Assumed, not measured: filling and draining a workgroup's pipeline; a second launch, from the end of the first.
+WORKGROUP_CLOCKS = 2000
+LAUNCH_CLOCKS = 4000
 OVERLAP_LOSS = 0.3  # share of the shorter of the two that is not hidden; an assumption, not measured
 
 
@@ -175,36 +182,101 @@ def modelled_clocks(config: GemmConfig, elem_bytes: int, arch: str) -> tuple[flo
     return matrix, loading
 
 
+def modelled_time(problem: GemmProblem, config: GemmConfig, arch: str) -> float:
+    """Clocks of the whole call: what the busiest compute unit does, or what memory takes; then the second launch."""
+    cus, elem_bytes = NUM_CUS[arch], multiplied_bytes(problem, arch)
+    tiles = _tiles(problem, config)
+    matrix, loading = modelled_clocks(config, elem_bytes, arch)
+    per_k = max(matrix, loading) + OVERLAP_LOSS * min(matrix, loading)
+    k_each = -(-problem.K // config.split_k)
+    busiest = -(-tiles * config.split_k // cus) * (per_k * k_each + WORKGROUP_CLOCKS)
+    operands = (problem.M + problem.N) * problem.K * problem.a_dtype.itemsize
+    time = max(busiest, operands / MEMORY_BYTES_PER_CLOCK[arch])
+    if config.split_k > 1:
+        partials = 2 * 4 * config.split_k * tiles * config.tile_m * config.tile_n  # written and read
+        time += LAUNCH_CLOCKS + partials / (LOAD_BYTES_PER_CLOCK * min(cus, tiles))
+    return time
+
+
+def _tiles(problem, config):
+    return -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
+
+
 def default_config(problem: GemmProblem, arch: str) -> tuple[GemmConfig, list[str]]:
     """The configuration used when the caller names none, and the reasons in words.
 
-    Takes the tile with the least modelled time: rounds of workgroups over the compute units, times what one tile takes.
-    A large tile loads least per multiplication, but leaves compute units idle where the output is small.
+    What was tuned for the problem's class (tuned_cdna.py), if anything; else the tile, and number of parts of K, with the
+    least modelled time. A large tile loads least per multiplication, but leaves compute units idle where the output is
+    small.
     """
-    cus = NUM_CUS[arch]
-    elem_bytes = multiplied_bytes(problem, arch)
-    best = None
+    config, reasons = _default_config(problem, arch)
+    return config, list(reasons)
+
+
+@functools.lru_cache(maxsize=4096)
+def _default_config(problem, arch):
+    tuned = tuned_cdna.lookup(problem, arch)
+    if tuned is not None:
+        if (why := _why_config_unsupported(problem, tuned, arch)) is None:
+            return tuned, (f"tuned for {tuned_cdna.key(problem, arch)}", *_reasons(problem, tuned, arch))
+        refused_tuned = (f"not what was tuned for {tuned_cdna.key(problem, arch)}, {tuned}: {why}",)
+    else:
+        refused_tuned = ()
     configs = candidates_for(problem, arch)
-    supported = [config for config in configs if _why_config_unsupported(problem, config, arch) is None]
-    for config in supported or configs:
-        tiles = -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
-        matrix, loading = modelled_clocks(config, elem_bytes, arch)
-        time = -(-tiles // cus) * (max(matrix, loading) + OVERLAP_LOSS * min(matrix, loading))
-        if best is None or time < best[0]:
-            best = (time, tiles, config)
-    assert best is not None
-    _, tiles, config = best
-    matrix, loading = modelled_clocks(config, elem_bytes, arch)
-    reasons = [
-        f"tile {config.tile_m}x{config.tile_n}: {tiles} workgroup(s) for {cus} compute units of {arch}, "
-        f"{-(-tiles // cus)} round(s); the least modelled time of {len(supported or configs)} tiles",
-        f"modelled, not measured: {matrix:g} clocks of multiplying and {loading:g} of loading per element of K",
+    why_not = {config: _why_config_unsupported(problem, config, arch) for config in configs}
+    supported = [config for config in configs if why_not[config] is None]
+    choices = [
+        choice for config in supported or configs for choice in (config, *_split_candidates(problem, config, arch))
     ]
-    if problem.M <= config.tile_m < 64:
-        reasons.append(f"M={problem.M}: taller tiles would multiply rows that do not exist")
+    times = {config: modelled_time(problem, config, arch) for config in (*choices, *configs)}
+    config = min(choices, key=times.__getitem__)  # the first of equals
+    tiles, cus = _tiles(problem, config), NUM_CUS[arch]
+    reasons = [
+        f"tile {config.tile_m}x{config.tile_n}: {tiles} tile(s) for {cus} compute units of {arch}, "
+        f"{-(-tiles * config.split_k // cus)} round(s); the least modelled time of {len(choices)} choices",
+        *_reasons(problem, config, arch),
+    ]
+    whole = replace(config, split_k=1)
+    if config.split_k > 1:
+        reasons.append(
+            f"K split in {config.split_k}: {tiles} tile(s) would leave {cus - tiles} compute units idle; modelled "
+            f"{times[config]:.0f} clocks, {times[whole]:.0f} without"
+        )
+    elif problem.batch_invariant:
+        reasons.append("batch_invariant: K is not split, and every tile adds along K in the same order")
+    taller = [other for other in supported if other.tile_m > config.tile_m]
+    if problem.M <= config.tile_m and taller and all(times[other] > times[whole] for other in taller):
+        height = min(other.tile_m for other in taller)
+        reasons.append(f"M={problem.M}: of a taller tile's rows at least {height - problem.M} would not exist")
+    for other in configs:
+        if why_not[other] is not None and times[other] < times[config]:
+            reasons.append(f"not tile {other.tile_m}x{other.tile_n}: {why_not[other]}")
+    return config, (*refused_tuned, *reasons)
+
+
+def _split_candidates(problem, config, arch):
+    """config with K split, as long as there are compute units for the parts and each has a few K tiles."""
+    parts = [
+        split
+        for split in (2, 4, 8, 16, 32)
+        if _tiles(problem, config) * split <= NUM_CUS[arch] and problem.K >= split * 4 * config.tile_k
+    ]
+    if not parts or _why_config_unsupported(problem, replace(config, split_k=2), arch) is not None:
+        return []
+    return [replace(config, split_k=split) for split in parts]
+
+
+def _reasons(problem, config, arch):
+    """What is to be said of any configuration."""
+    elem_bytes = multiplied_bytes(problem, arch)
+    matrix, loading = modelled_clocks(config, elem_bytes, arch)
     lds = lds_bytes(config, problem.layout, elem_bytes, arch, brings_scales(problem, arch))
-    reasons.append(f"{config.num_stages} stages of tile_k={config.tile_k}: {lds} of {LDS_BYTES[arch]} bytes of LDS")
-    return config, reasons
+    return (
+        f"modelled, not measured: {matrix:g} clocks of multiplying and {loading:g} of loading per element of K",
+        f"{config.num_stages} stages of tile_k={config.tile_k}: {lds} of {LDS_BYTES[arch]} bytes of LDS",
+        f"each of {NUM_XCDS} dies (XCDs) has a contiguous range of tiles, in bands of {config.group_m} rows of tiles: what "
+        "runs together on a die shares rows of a and columns of b in its L2",
+    )
 
 
 def in_halves(config: GemmConfig, elem_bytes: int, arch: str) -> bool:
@@ -389,11 +461,16 @@ def _why_config_unsupported(problem, config, arch):
             return f"split_k={config.split_k}: at most {MAX_SPLIT_K}"
         if problem.batch_invariant:
             return f"split_k={config.split_k} with batch_invariant: sums are not split, whatever M is"
-        if block_scaled(problem):
-            return f"split_k={config.split_k} with scales of blocks of 32: the kernels bring them from k = 0 on"
+        if problem.a_scaling not in (None, "tensor", "row") or problem.b_scaling not in (None, "tensor", "row"):
+            return f"split_k={config.split_k} with scales that change along K: the kernels bring them from k = 0 on"
         if in_halves(config, elem_bytes, arch):
             return (
                 f"split_k={config.split_k} with num_stages=2: the kernel that brings tiles in halves does not split K"
+            )
+        if config.tile_m * config.tile_n > 128 * 256:
+            return (
+                f"split_k={config.split_k} with tile {config.tile_m}x{config.tile_n}: the launch that adds the parts has "
+                "no matrix instructions, and so half of the registers for a wave's results"
             )
         if workspace_shape(problem, config)[0] >= 2**31:
             return f"split_k={config.split_k}: the workspace has 2**31 rows or more"
