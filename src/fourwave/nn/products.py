@@ -57,7 +57,7 @@ def pair(
     if len(wanted) == 2 and row == col and row is not None:
         wanted = [("both", row)]
     if transposed is None:
-        transposed = _stores_transposed(t, plan)
+        transposed = _stores_transposed(t, plan, backend)
     for direction, name in wanted:
         if name is None:
             quantized[direction] = t
@@ -82,11 +82,15 @@ def largest(t: Tensor) -> Tensor:
     return t.abs().amax().float() if t.numel() else torch.zeros((), device=t.device)
 
 
-def _stores_transposed(t: Tensor, plan: Plan) -> bool:
-    """Whether columnwise codes are stored transposed: where 8-bit matrix units read them along the reduction only (NVIDIA)."""
-    if t.device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return "mxfp4" not in (plan.x_t, plan.w_t, plan.g_t)  # packed in pairs: either dimension could be odd
+def _stores_transposed(t: Tensor, plan: Plan, backend: str | None) -> bool:
+    """Whether columnwise codes are stored transposed: where kernels read them along the reduction only. That is so of 8-bit
+    operands on NVIDIA GPUs, and of scales of 128 x 128 in the AMD kernels."""
+    if "mxfp4" in (plan.x_t, plan.w_t, plan.g_t):
+        return False  # packed in pairs: either dimension could be odd
+    blocks = "128" in (plan.w_t or "")
+    if t.device.type == "cuda":
+        return torch.version.hip is None or blocks
+    return blocks and backend is not None and "sim" in backend
 
 
 def in_dtype(operand: Operand, dtype: torch.dtype) -> Operand:
