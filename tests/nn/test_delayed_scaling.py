@@ -376,3 +376,22 @@ def test_recipes_say_what_they_refuse() -> None:
     ):
         with pytest.raises(ValueError, match="must be"):
             wrong()
+
+
+def test_scales_are_16_bytes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLASLt refuses others."""
+    from fourwave.nn import products
+
+    seen = []
+    real = products.quantize
+
+    def looked_at(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["scale"].data_ptr() % 16)
+        return real(t, *args, **kwargs)
+
+    monkeypatch.setattr(products, "quantize", looked_at)
+    for module in (fnn.LayerNormMLP(32, 64), fnn.GroupedLinear(2, 32, 32)):
+        rest = (torch.tensor([1, 3]),) if isinstance(module, fnn.GroupedLinear) else ()
+        with fw.autocast(recipe=R.DelayedScaling(amax_history_len=2)):
+            module(data(0, 4, 32).requires_grad_(), *rest).sum().backward()
+    assert len(seen) == 9 and not any(seen)

@@ -403,3 +403,22 @@ def test_initial_values_are_those_of_nn_linear() -> None:
     y, bias = fnn.Linear(64, 96, return_bias=True)(randn(2, 64))
     assert y.shape == (2, 96) and isinstance(bias, torch.nn.Parameter)
     assert fnn.Linear(64, 96, bias=False)(randn(2, 64)).shape == (2, 96)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inference_mode_and_functional_call(recipe: str) -> None:
+    torch.manual_seed(0)
+    linear, x = fnn.Linear(64, 96), randn(5, 64)
+    with torch.no_grad(), fw.autocast(recipe=RECIPES[recipe]):
+        expected = linear(x)
+    with torch.inference_mode(), fw.autocast(recipe=RECIPES[recipe]):
+        assert torch.equal(linear(x), expected)
+    other = {name: (p.detach() * 2).requires_grad_() for name, p in linear.named_parameters()}
+    with fw.autocast(recipe=RECIPES[recipe]):
+        y = torch.func.functional_call(linear, other, (x,))
+    y.sum().backward()
+    assert other["weight"].grad is not None and linear.weight.grad is None
+    twice = fnn.Linear(64, 96)
+    twice.load_state_dict({name: p.detach() for name, p in other.items()})
+    with torch.no_grad(), fw.autocast(recipe=RECIPES[recipe]):
+        assert torch.equal(y, twice(x))

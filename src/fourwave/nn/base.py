@@ -27,7 +27,7 @@ INPUT, WEIGHT, GRAD = range(_SLOTS_PER_LINEAR)
 class Step(NamedTuple):
     """How one call of a module quantizes.
 
-    scales   float32 [slots], a copy, for delayed scaling; history: of the module, to record amax of gradients in, or None
+    scales   float32 [slots, 4], see `spaced`, for delayed scaling; history: of the module, to record amax of gradients in, or None
     records  amax of the forward pass is recorded, too: not when it is run a second time
     observe  amax is computed although nothing is quantized
     """
@@ -113,7 +113,7 @@ class QuantizedModule(nn.Module):
             self._recorded = True
         scales = context.kept_scales(self) if recomputed else None
         if scales is None:
-            scales = self.delayed_scale.clone()
+            scales = spaced(self.delayed_scale)
             context.keep_scales(self, scales)
         history = self.delayed_amax_history if trains or torch.is_grad_enabled() else None
         return Step(plan, scales, history, trains, region.observe is not None, fnuz, backend)
@@ -133,7 +133,7 @@ class QuantizedModule(nn.Module):
         if torch.is_grad_enabled():
             self._update(plan, None)
         grad = torch.is_grad_enabled()
-        return Step(plan, scale.clone(), history if grad else None, grad)
+        return Step(plan, spaced(scale), history if grad else None, grad)
 
     # -- delayed scaling
 
@@ -252,6 +252,11 @@ class QuantizedModule(nn.Module):
         assert self.delayed_amax_history is not None
         state_dict[names[1]] = resized(history, len(self.delayed_amax_history))
         self._recorded = True
+
+
+def spaced(scale: Tensor) -> Tensor:
+    """A copy of scales [slots] as [slots, 4], whose column 0 is theirs: 16 bytes apart, as cuBLASLt wants them."""
+    return scale.unsqueeze(1).expand(-1, 4).contiguous()
 
 
 def resized(history: Tensor, length: int) -> Tensor:

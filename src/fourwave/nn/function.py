@@ -93,7 +93,7 @@ def linear(
 
 def quantize_weight(weight: Tensor, call_plan: Plan, step: Step, slot: int, *, need_row: bool, need_col: bool) -> Pair:
     """The weight as `linear` would quantize it."""
-    scale = step.scales[slot + WEIGHT] if call_plan.delayed and step.scales is not None else None
+    scale = step.scales[slot + WEIGHT, 0] if call_plan.delayed and step.scales is not None else None
     return pair(
         weight.detach(), call_plan.w, call_plan.w_t, call_plan, need_row=need_row, need_col=need_col, scale=scale,
         fnuz=step.fnuz, backend=step.backend,
@@ -119,7 +119,7 @@ class _Linear(torch.autograd.Function):
         x_scale = w_scale = None
         if plan.delayed:
             assert scales is not None
-            x_scale, w_scale = scales[slot + INPUT], scales[slot + WEIGHT]
+            x_scale, w_scale = scales[slot + INPUT, 0], scales[slot + WEIGHT, 0]
         if cached is not None and cached.col is None and call.need_x:
             raise ValueError(
                 "the weight is stored for forward passes only, and the input requires grad: store it with dgrad=True"
@@ -174,7 +174,7 @@ class _Linear(torch.autograd.Function):
         dz = dz.to(call.dtype)
         gs = pair(
             dz, plan.g, plan.g_t, plan, need_row=call.need_x, need_col=call.need_w,
-            scale=saved[0][call.slot + GRAD] if plan.delayed else None, fnuz=call.fnuz, backend=call.backend,
+            scale=saved[0][call.slot + GRAD, 0] if plan.delayed else None, fnuz=call.fnuz, backend=call.backend,
             observe=call.observe,
         )  # fmt: skip
         if ctx.history is not None and gs.amax is not None:

@@ -120,7 +120,7 @@ class _Grouped(torch.autograd.Function):
         x_scale = w_scale = None
         if plan.delayed:
             assert scales is not None
-            x_scale, w_scale = scales[INPUT], scales[WEIGHT]
+            x_scale, w_scale = scales[INPUT, 0], scales[WEIGHT, 0]
         xs = pair(x, plan.x, plan.x_t, plan, need_row=True, need_col=call.need_w, scale=x_scale, **options)
         ws = cached
         if ws is None:
@@ -157,7 +157,7 @@ class _Grouped(torch.autograd.Function):
         dz = dy.to(call.dtype)
         gs = pair(
             dz, plan.g, plan.g_t, plan, need_row=call.need_x, need_col=call.need_w,
-            scale=saved[0][GRAD] if plan.delayed else None, fnuz=call.fnuz, backend=call.backend, observe=call.observe,
+            scale=saved[0][GRAD, 0] if plan.delayed else None, fnuz=call.fnuz, backend=call.backend, observe=call.observe,
             transposed=False,
         )  # fmt: skip
         if ctx.history is not None and gs.amax is not None:
