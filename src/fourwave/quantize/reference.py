@@ -84,10 +84,18 @@ def encode(x: Tensor, inv: Tensor, fmt: ElementFormat) -> Tensor:
     """uint8 codes of x * inv (float32), one per element."""
     y = x.to(torch.float32) * inv
     if fmt is formats.E2M1:
-        return formats.encode(y, fmt)
+        return _encode_e2m1(y)
     assert fmt.torch_dtype is not None and fmt.nan_code is not None
     codes = y.clamp(-fmt.max, fmt.max).to(fmt.torch_dtype).view(torch.uint8)
     return codes.masked_fill(y.isnan(), fmt.nan_code)
+
+
+def _encode_e2m1(y: Tensor) -> Tensor:
+    """formats.encode of float32 y in float32: the values 0, 0.5 .. 2 are codes 0 .. 4, 2, 3, 4 are 4, 5, 6, and 4, 6 are 6, 7."""
+    t = y.abs()
+    code = torch.where(t < 2, (t * 2).round(), torch.where(t < 4, t.round() + 2, (t * 0.5).round() + 4))
+    code = code.clamp(max=7).masked_fill(y.isnan(), 7).to(torch.uint8)
+    return code + ((y.signbit() & ~y.isnan()).to(torch.uint8) << 3)
 
 
 def _blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
