@@ -99,3 +99,18 @@ def test_arithmetic_is_ieee():
     text = compiled("gfx950", "bfloat16", "tensor", False).text
     assert "v_div_fixup_f32" in text and "v_div_scale_f32" in text
     assert re.search(r"\.amdhsa_float_denorm_mode_32 3\b", text) and re.search(r"_mode_16_64 3\b", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
+@pytest.mark.parametrize("scaling", ["1x32", "1x128", "tensor"])
+def test_no_spills_where_elements_go_one_by_one(scaling, arch):
+    from fourwave.quantize.cdna import QuantizeSpec
+
+    spec = QuantizeSpec(
+        arch, "bfloat16", "e4m3fn", scaling, RULES[scaling], True, True, True, scaling == "tensor", False, False
+    )
+    kernel = isa.compile_spec("fourwave.quantize.amd", spec, arch)
+    print(kernel)
+    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+    assert kernel.vgpr <= 168

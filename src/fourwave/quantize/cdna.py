@@ -118,6 +118,12 @@ def _both(a, b):
     return fx.Boolean(a) & fx.Boolean(b)
 
 
+def _outside(index, count):
+    """0 where index < count, OUT_OF_RANGE elsewhere; by integers, because a lane mask per element is more than the scalar
+    registers hold."""
+    return (count - 1 - index) & OUT_OF_RANGE
+
+
 def _ceil_div(value, size):
     return (value + (size - 1)) // size if isinstance(value, int) else (value + (size - 1)) >> (size.bit_length() - 1)
 
@@ -170,11 +176,10 @@ class Lane:
                 row = buffer.load(select(inside, base, OUT_OF_RANGE), COLUMNS, dtype).to(fx.Float32)
                 values.append([row[c] for c in range(COLUMNS)])
                 continue
-            row = []
-            for c in range(COLUMNS):
-                inside = _both(self.row_inside(r), self.j * COLUMNS + c < self.columns)
-                row.append(buffer.load(select(inside, base + c * size, OUT_OF_RANGE), 1, dtype).to(fx.Float32)[0])
-            values.append(row)
+            base = select(self.row_inside(r), base, OUT_OF_RANGE)
+            count = self.columns - self.j * COLUMNS
+            offsets = [(base + c * size) | _outside(c, count) for c in range(COLUMNS)]
+            values.append([buffer.load(offset, 1, dtype).to(fx.Float32)[0] for offset in offsets])
         return values
 
     # ---- codes -----------------------------------------------------------------------------------------------------
@@ -213,9 +218,9 @@ def _store_bytes(buffer, offset, words, inside, count, whole):
         buffer.store(words, select(_both(inside, count > 0), offset, OUT_OF_RANGE))
         return
     elements = words.bitcast(fx.Uint8)
+    offset = select(inside, offset, OUT_OF_RANGE)
     for e in range(16):
-        byte = fx.Vector.from_elements([elements[e]], fx.Uint8)
-        buffer.store(byte, select(_both(inside, count > e), offset + e, OUT_OF_RANGE))
+        buffer.store(fx.Vector.from_elements([elements[e]], fx.Uint8), (offset + e) | _outside(e, count))
 
 
 # ---- maxima that span waves ----------------------------------------------------------------------------------------
