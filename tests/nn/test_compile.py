@@ -123,6 +123,23 @@ def test_a_region_inside_compiled_code() -> None:
     assert torch.equal(linear(x), torch.nn.functional.linear(x, linear.weight, linear.bias))
 
 
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_the_modules_own_recipe(recipe: str) -> None:
+    torch.manual_seed(0)
+    eager: Any = fnn.Linear(64, 96, recipe=RECIPES[recipe])
+    twin: Any = fnn.Linear(64, 96, recipe=RECIPES[recipe])
+    twin.load_state_dict(eager.state_dict())
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for step in range(3):
+        x, results = arguments(48, step)[0], []
+        for module, run in ((eager, eager), (twin, compiled)):
+            module.zero_grad()
+            y = run(x)
+            y.square().sum().backward()
+            results.append([y, module.weight.grad, *module.buffers()])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), step
+
+
 def test_main_grad_in_compiled_code() -> None:
     torch.manual_seed(0)
     linear: Any = fnn.Linear(64, 96, fuse_wgrad_accumulation=True)
