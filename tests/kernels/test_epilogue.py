@@ -14,7 +14,7 @@ import torch
 
 from fourwave import sim
 from fourwave.ops.gemm import amd
-from fourwave.ops.gemm.config import ARCHS, FLOAT8, GemmConfig, candidates, why_unsupported
+from fourwave.ops.gemm.config import ARCHS, FLOAT8, GemmConfig, candidates, candidates_for, why_unsupported
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.ops.gemm.reference import activate
 from fourwave.quantize import quantize
@@ -258,10 +258,27 @@ def test_bias_grad_of_8_bit_operands(arch: str, mix: tuple[int, int]) -> None:
     run(arch, eight_bit(arch, ODD, "NT", a_dtype=a, b_dtype=b, bias_grad_dtype=FP32, **scaling)).check()
 
 
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "mxfp8_e5m2"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bias_grad_of_scaled_blocks(arch: str, format: str) -> None:
+    """A scale for each 32 of K: each block of a row counts with its own."""
+    for shape in (Shape("", 77, 160, 416), Shape("odd", 77, 145, 203)):
+        case = GemmCase(shape, layout="NT", a_format=format, b_format="mxfp8_e4m3", out_dtype=FP32, bias_grad=FP32)
+        for index in (1, 2):
+            check_quantized(case, arch, candidates_for(case.problem, arch)[index])
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bias_grad_of_float32(arch: str) -> None:
+    case = GemmCase(Shape("", 77, 145, 203), layout="NT", dtype=FP32, bias_grad=FP32)
+    for index in (0, 2) if arch == "gfx942" else (1, 2):
+        check_quantized(case, arch, candidates_for(case.problem, arch)[index])
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_bias_grad_is_for_wgrad(arch: str) -> None:
     assert "NT" in (why_unsupported(plain(layout="TN", bias_grad_dtype=FP32), None, arch) or "")
-    blocks = eight_bit(arch, layout="NT", bias_grad_dtype=FP32, a_scaling="1x32", b_scaling="1x32")
+    blocks = eight_bit(arch, layout="NT", bias_grad_dtype=FP32, a_scaling="1x128", b_scaling="128x128")
     assert why_unsupported(blocks, None, arch) is not None
 
 

@@ -32,6 +32,7 @@ from flydsl.expr.typing import as_ir_value
 
 from fourwave.blocks.flydsl.memory import vector_type
 
+E8M0_ONE = 127  # the code of 1
 ACC_PER_LANE = 4  # float32 values of one 16 x 16 result per lane
 
 
@@ -131,7 +132,7 @@ class WaveMma:
                     out[index] = self._mfma(self._part(b[j], part), self._part(a[i], part), out[index], scales)
         for i in range(self.sums):
             index = self.frags_m * self.frags_n + i
-            out[index] = self._sum(a, i, out[index])
+            out[index] = self._sum(a, i, out[index], scales_a)
         return out
 
     def add_scaled(self, products, acc, row_scales, column_scale):
@@ -155,13 +156,17 @@ class WaveMma:
                 out[index] = fx.Vector(fx.fma(self._mfma(b[j], a[i], zero), factors[i], out[index]))
         return out
 
-    def _sum(self, a, i, acc):
-        fragment = a[i]
-        if self.sums_part is not None:
-            fragment = (self.sums_part == 0).select(fragment, a[i + self.sums])
+    def _sum(self, a, i, acc, scales_a):
+        def chosen(values):
+            return (
+                values[i] if self.sums_part is None else (self.sums_part == 0).select(values[i], values[i + self.sums])
+            )
+
+        fragment = chosen(a)
         ones = self._ones(fragment.numel)
+        scales = (E8M0_ONE, chosen(scales_a)[0]) if scales_a else ()
         for part in range(self.parts):
-            acc = self._mfma(self._part(ones, part), self._part(fragment, part), acc)
+            acc = self._mfma(self._part(ones, part), self._part(fragment, part), acc, scales)
         return acc
 
     def _ones(self, elems):

@@ -411,10 +411,8 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
             return f"{name} is {dtype}: the kernels write float32, bfloat16 and float16"
     if problem.bias_grad_dtype is not None and problem.layout != "NT":
         return f"bias_grad with layout {problem.layout}: the kernels sum the rows of op(a) where a is [K, M], NT"
-    if problem.bias_grad_dtype is not None and problem.a_scaling not in (None, "tensor", "row"):
-        return (
-            f"bias_grad with a_scaling {problem.a_scaling!r}: the kernels sum rows whose scale does not change along K"
-        )
+    if problem.bias_grad_dtype is not None and problem.a_scaling not in (None, "tensor", "row", "1x32"):
+        return f"bias_grad with a_scaling {problem.a_scaling!r}: the kernels sum rows with the scales that go into the products"
     if problem.activation not in ACTIVATIONS:
         return f"activation {problem.activation!r}: the kernels have {', '.join(a for a in ACTIVATIONS if a)}"
     for name in ("M", "N", "K"):
