@@ -260,7 +260,9 @@ def test_links_to_a_code_object(arch):
 )  # fmt: skip
 def test_epilogues_do_not_spill(arch, layout, options):
     _check_spills(compiled(arch, layout, 0, **options))
-    _check_spills(compiled(arch, layout, 0, **(options | {"dtype": FLOAT8[arch]})))
+    mx = {"dtype": FLOAT8["gfx950"], "scaling": "1x32"}
+    for operands in ({"dtype": FLOAT8[arch]}, mx, {"dtype": FP32}):
+        _check_spills(compiled(arch, layout, 0, **(options | operands)))
 
 
 def _check_spills(kernel):

@@ -87,8 +87,10 @@ def build(spec, fmt, epi):
             staged_b = StagedTile(GlobalTile(arguments.b, geo.b, n0, K, thread), fmt.dtype, thread)
         fragments_a = Fragments(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
         fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
-        # Where both operands are sorted in registers, spread reads cost registers that a 256 x 256 tile does not have.
-        hinted_reads = fragments_a.reads + fragments_b.reads if fragments_a.sorted or fragments_b.sorted else 0
+        # Where both operands are sorted in registers, codes made numbers, or elements wide, spread reads cost registers that a
+        # 256 x 256 tile does not have.
+        spread = (fragments_a.sorted or fragments_b.sorted) and not codes and fmt.elem_bytes < 4
+        hinted_reads = fragments_a.reads + fragments_b.reads if spread else 0
         mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n, row_sums(epi, geo, wave_n))
 
         def load_tile(tile_index):
