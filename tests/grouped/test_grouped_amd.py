@@ -281,3 +281,13 @@ def test_refusals(arch: str) -> None:
         ("split_k", 33),
     ):
         assert why_unsupported(problem, replace(config, **{field: value}), arch) is not None, field
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_groups_begin_at_different_k(arch: str) -> None:
+    """Nine groups and a K of many steps: whatever the order, every block counts once; tails in the last step."""
+    for more in ({"K": 4096 + 200}, {"K": 4096 + 192, "preshuffled": True}, {"K": 2048, "scaling": None}):
+        case = replace(blocks(arch, sizes=(3, 1, 0, 2, 1, 1, 1, 2, 4), scale_layout="rows"), **more)  # type: ignore[arg-type]
+        config = replace(candidates(case.problem(), arch)[-1], split_k=1)
+        result = replace(case, config=config, out_dtype=torch.float32).run(f"sim:{arch}")
+        assert result.passed, result

@@ -11,14 +11,15 @@ from fourwave.blocks.flydsl.control import when
 from fourwave.blocks.flydsl.epilogue import Epilogue, Partials, store_tile
 from fourwave.blocks.flydsl.groups import Sizes, matrix_view, vector_view
 from fourwave.blocks.flydsl.loaders import GlobalTile
-from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, minimum, select, uniform
+from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, keep_order, minimum, select, uniform
 from fourwave.blocks.flydsl.mma import FORMATS
 from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
-from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, MMA_M, MMA_N, WAVE, WORKGROUP
+from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, MMA_M, MMA_N, WAVE, WORKGROUP, log2
 from fourwave.ops.grouped_gemm.config import block_scaled, scale_extents
 from fourwave.ops.grouped_gemm.preshuffle import K_BLOCK
 from fourwave.ops.grouped_gemm.preshuffle import ROWS as SHUFFLED_ROWS
 
+AT_ONCE = 4  # sums of which all parts are loaded together
 _TYPES = {"float32": fx.Float32, "bfloat16": fx.BFloat16, "float16": fx.Float16}
 
 
@@ -85,10 +86,16 @@ def _reduction(spec, geo):
         when(work.active, lambda: add(work))
 
     def add(work):
-        acc = None
-        for part in range(split):
-            values = work.partials(part).load()
-            acc = values if acc is None else [total + value for total, value in zip(acc, values)]
+        parts = [work.partials(part) for part in range(split)]
+        acc = []
+        for first in range(0, geo.frags_m * geo.frags_n, AT_ONCE):
+            chunk = slice(first, first + AT_ONCE)
+            total = parts[0].load(chunk)
+            for part in parts[1:]:
+                total = [so_far + value for so_far, value in zip(total, part.load(chunk), strict=True)]
+            acc += total
+            # The compiler would load everything first, and have no registers for it.
+            keep_order()
         work.store(acc, epi)
 
     return grouped_gemm_reduction
@@ -105,7 +112,7 @@ class Work:
     """
 
     def __init__(self, arguments, problem, geo, split=1, step_k=None):
-        """split: parts of K, of whole steps of step_k; only where rows are split."""
+        """split: parts of K, of whole steps of step_k (a step of the main loop); only where rows are split."""
         self.arguments, self.problem, self.geo, self.split, self.step_k = arguments, problem, geo, split, step_k
         self.blocks = block_scaled(problem)
         self.thread = fx.Int32(fx.thread_idx.x)
@@ -183,8 +190,22 @@ class Work:
         return GlobalTile(view, tile, column0, self.k_end, self.thread)
 
     def k0(self, tile_index):
-        """First k of K tile tile_index; past the last one, a k that is past all."""
-        return self.k_first + tile_index * self.geo.tile_k
+        """First k of the K tile that is multiplied as number tile_index; past the last one, a k that is past all.
+
+        Split rows: groups begin their steps at different eighths of K. Dies work on different groups, and rows that are a power
+        of two of bytes apart would otherwise have all of them at the few memory channels of one column at a time. Inside a
+        group the order is one, so that its workgroups share what their die's L2 holds; it depends on nothing but the group.
+        """
+        if self.problem.split != "rows":
+            return self.k_first + tile_index * self.geo.tile_k
+        step_k, tile_k = self.step_k, self.geo.tile_k
+        steps = num_tiles(self.k_end - self.k_first, step_k)
+        first = ((self.group.index & 7) * steps) >> 3
+        k = tile_index * tile_k
+        step = (k >> log2(step_k)) + first
+        step = select(step < steps, step, step - steps)
+        inside = k < steps * step_k
+        return select(inside, self.k_first + step * step_k + (k & (step_k - 1)), self.k_end + step_k)
 
     # ---- scales ------------------------------------------------------------------------------------------------------
 

@@ -165,8 +165,8 @@ def tiles_per_step(problem: GroupedProblem, config: GroupedConfig, arch: str) ->
     """K tiles that one step of the main loop covers."""
     if block_scaled(problem):
         return SCALE_STEPS
-    if problem.b_preshuffled:
-        return B_TILES_AHEAD + 1
+    if problem.a_dtype.itemsize == 1 and problem.split == ROWS and problem.layout == "TN":
+        return B_TILES_AHEAD + 1  # preshuffled or not: the order of a sum depends on the steps
     if arch == "gfx942":
         return 2  # as many as are in registers (cdna3.AHEAD), so that none are copied
     return geometry(problem, config, arch).tiles_per_step
