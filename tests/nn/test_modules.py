@@ -422,3 +422,23 @@ def test_inference_mode_and_functional_call(recipe: str) -> None:
     twice.load_state_dict({name: p.detach() for name, p in other.items()})
     with torch.no_grad(), fw.autocast(recipe=RECIPES[recipe]):
         assert torch.equal(y, twice(x))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_results_may_be_changed_in_place(recipe: str) -> None:
+    """A residual that is added with +=, a dropout in place."""
+    for module in (
+        fnn.Linear(64, 64), fnn.LayerNormLinear(64, 64), fnn.LayerNormMLP(64, 96, activation="swiglu"),
+        fnn.GroupedLinear(2, 64, 128),
+    ):  # fmt: skip
+        for shape in ((5, 64), (1, 5, 64), (64,)):
+            if isinstance(module, fnn.GroupedLinear) and len(shape) != 2:
+                continue
+            rest = (torch.tensor([2, 3]),) if isinstance(module, fnn.GroupedLinear) else ()
+            x = randn(*shape).requires_grad_()
+            with fw.autocast(recipe=RECIPES[recipe]):
+                y = module(x, *rest)
+            assert not y._is_view()
+            y += 1
+            y.relu_().sum().backward()
+            assert x.grad is not None

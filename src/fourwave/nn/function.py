@@ -18,6 +18,7 @@ from fourwave.nn import products
 from fourwave.nn.base import GRAD, INPUT, WEIGHT, Step, record
 from fourwave.nn.products import Pair, Tensor, in_dtype, pack, pair, product, unpack
 from fourwave.ops.gemm.operators import _activation_backward
+from fourwave.ops.gemm.problem import SWIGLU
 from fourwave.recipes import Plan
 
 
@@ -134,10 +135,15 @@ class _Linear(torch.autograd.Function):
             )  # fmt: skip
         assert xs.row is not None and ws.row is not None
         needs_z = call.activation is not None and (call.need_x or call.need_w or call.need_b)
+        out = None
+        if not torch.compiler.is_compiling():
+            # Not a view of the product's matrix: what a function returns as a view may not be changed in place.
+            columns = ws.row.shape[0] // (2 if call.activation == SWIGLU else 1)
+            out = torch.empty(*x.shape[:-1], columns, dtype=call.dtype, device=x.device)
         y = product(
             in_dtype(xs.row, call.dtype), in_dtype(ws.row, call.dtype), bias=bias, activation=call.activation,
-            out_dtype=call.dtype, preactivation=call.dtype if needs_z else None, fast_accum=plan.fast_accum,
-            backend=call.backend,
+            out_dtype=call.dtype, out=None if out is None else out.view(products.rows(x).shape[0], columns),
+            preactivation=call.dtype if needs_z else None, fast_accum=plan.fast_accum, backend=call.backend,
         )  # fmt: skip
         x_meta, x_saved = pack(xs.col if call.need_w else None, "columnwise")
         w_meta, w_saved = pack(ws.col if call.need_x else None, "columnwise")
@@ -152,7 +158,8 @@ class _Linear(torch.autograd.Function):
         ctx.call, ctx.history, ctx.main_grad, ctx.later = call, history, main_grad, later
         ctx.weight = weight if later is not None or main_grad is not None else None
         ctx.x_shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
-        out = y.out.view(*x.shape[:-1], y.out.shape[-1])
+        if out is None:
+            out = y.out.view(*x.shape[:-1], y.out.shape[-1])
         if not plan.delayed and not call.observe:
             return out
         amax = [each if each is not None else products.largest(t) for each, t in ((xs.amax, x), (ws.amax, weight))]
