@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from fourwave import sim
 from fourwave.backends import registry
-from fourwave.cli import check, console, doctor
+from fourwave.cli import check, check_plan, console, doctor
 from fourwave.cli.app import app
-from fourwave.ops.gemm.config import ARCHS, candidates, default_config
+from fourwave.ops.gemm.config import ARCHS, candidates_for, default_config
 from fourwave.ops.gemm.problem import LAYOUTS
 from fourwave.testing.cases import CaseResult, GemmCase
 from fourwave.testing.shapes import GEMM_SHAPES
@@ -140,7 +140,6 @@ def test_explain_a_simulated_backend_names_kernel_and_config():
         (["gemm", "1", "2", "3", "--backend", "nonsense"], "nonsense"),
         (["gemm", "1", "2", "3", "--arch", "gfx950"], "--arch goes with --isa"),
         (["gemm", "--isa", "--arch", "gfx90a"], "choose from gfx950, gfx942"),
-        (["gemm", "--isa", "--dtype", "fp32"], "operands are torch.float32"),
     ],
 )
 def test_explain_refuses_what_it_cannot_answer(arguments, said):
@@ -185,8 +184,8 @@ def test_check_fails_when_the_simulator_finds_something(monkeypatch, raised):
 
 @needs_sim
 def test_check_simulates_for_real(monkeypatch):
-    plan = check.plan
-    monkeypatch.setattr(check, "plan", lambda *options: itertools.islice(plan(*options), 3))
+    rows = check.rows_of
+    monkeypatch.setattr(check, "rows_of", lambda *options: itertools.islice(rows(*options), 3))
     result = invoke("check", "--layout", "TN", "--dtype", "fp16")
     assert result.exit_code == 0, result.output
     assert "6 rows, 6 passed, 0 failed" in words(result) and " 0 findings" in words(result)
@@ -199,7 +198,8 @@ def test_check_passes_on_every_kernel(tmp_path):
     result = invoke("check", "--arch", "gfx950", "--arch", "gfx942", "--json", str(path))
     assert result.exit_code == 0, result.output
     rows = json.loads(path.read_text())["rows"]
-    assert len(rows) == sum(len(list(check.plan(arch, LAYOUTS, check.DTYPES, False, 0))) for arch in ARCHS)
+    planned = [check_plan.rows("gemm", arch, LAYOUTS, check_plan.DEFAULT_PRECISIONS, False, 0) for arch in ARCHS]
+    assert len(rows) == sum(len(list(each)) for each in planned)
     assert all(row["passed"] and row["workgroups"] for row in rows)
 
 
@@ -214,24 +214,46 @@ def test_bench_sim_times_a_right_product_and_says_what_it_is(tmp_path):
     assert len(record["call_seconds"]) == 3 and min(record["launch_seconds"]) > 0
 
 
+@needs_sim
+@pytest.mark.slow
+@pytest.mark.parametrize("subject", [["gemm", "--dtype", "all"], ["quantize"], ["grouped"]], ids=" ".join)
+def test_check_passes_on_all(subject, tmp_path):
+    path = tmp_path / "check.json"
+    result = invoke("check", *subject, "--json", str(path))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["arch"] for row in rows} == set(ARCHS)
+    assert all(row["passed"] and row["workgroups"] for row in rows)
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("full", [False, True])
-def test_check_covers_every_layout_dtype_shape_class_and_config(arch, full):
-    rows = list(check.plan(arch, LAYOUTS, check.DTYPES, full, seed=0))
+def test_check_covers_every_layout_precision_shape_class_config_and_output(arch, full):
+    rows = list(check_plan.rows("gemm", arch, LAYOUTS, check_plan.PRECISIONS, full, seed=0))
     assert len({(row.case, row.config) for row in rows}) == len(rows)
     for layout in LAYOUTS:
-        for dtype in check.DTYPES:
-            shapes = {
-                row.case.shape
-                for row in rows
-                if row.case.layout == layout and row.case.dtype == dtype and row.config is None
-            }
-            assert shapes >= set(GEMM_SHAPES)
-        here = [row for row in rows if row.case.layout == layout]
-        ran = {row.config or default_config(row.case.problem, arch)[0] for row in here}
-        assert ran == set(candidates(arch))
-        assert any(row.case.accumulate for row in here) and any(row.case.bias_dtype for row in here)
-        assert {row.case.a_view for row in here} == {"contiguous", "sliced", "offset", "transposed"}
+        for precision in check_plan.PRECISIONS:
+            here = [row for row in rows if row.case.layout == layout and row.case.problem.precision == precision]
+            pairs = {(row.case.a_format, row.case.b_format, row.case.dtype, row.case.b_dtype) for row in here}
+            assert len(pairs) == {"fp8": 6, "mxfp8": 4}.get(precision, 1)
+            for pair in pairs:
+                shapes = {
+                    row.case.shape
+                    for row in here
+                    if (row.case.a_format, row.case.b_format, row.case.dtype, row.case.b_dtype) == pair
+                }
+                assert shapes >= set(GEMM_SHAPES)
+            if precision != "fp16" or full:
+                ran = {row.config or default_config(row.case.problem, arch)[0] for row in here}
+                assert ran >= set(candidates_for(here[0].case.problem, arch))
+            cases = [row.case for row in here]
+            assert any(case.accumulate for case in cases) and any(case.bias_dtype for case in cases)
+            assert any(case.activation == "swiglu" for case in cases) and any(case.preactivation for case in cases)
+            assert any(case.bias_grad for case in cases) is (layout == "NT")
+            assert any(case.batch_invariant for case in cases)
+            assert {case.a_view for case in cases} == {"contiguous", "sliced", "offset", "transposed"}
+            if layout == "TN":
+                assert {case.out_direction for case in cases if case.out_format} == {"rowwise", "columnwise", "both"}
 
 
 @pytest.mark.parametrize(
@@ -280,7 +302,9 @@ def test_check_passes_when_every_row_does(monkeypatch):
     [
         (["--arch", "gfx1250"], "choose from gfx950, gfx942"),
         (["--layout", "TT"], "choose from TN, NN, NT"),
-        (["--dtype", "fp32"], "choose from bf16, fp16"),
+        (["--dtype", "int8"], "choose from bf16, fp16, fp32, fp8, mxfp8, all"),
+        (["nothing"], "choose from gemm, quantize, grouped"),
+        (["quantize", "--layout", "TN"], "has a list of its own"),
         (["--backend", "native"], "choose from sim, flydsl"),
     ],
 )

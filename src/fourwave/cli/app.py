@@ -75,6 +75,7 @@ def demo(
 
 @app.command()
 def check(
+    subject: Annotated[str, typer.Argument(metavar="[SUBJECT]", help="gemm, quantize or grouped.")] = "gemm",
     arch: Annotated[
         list[str] | None, typer.Option(metavar="ARCH", help="gfx950 or gfx942; repeat for several. Default: both.")
     ] = None,
@@ -83,7 +84,7 @@ def check(
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="DTYPE", help="bf16, fp16 or fp8 (TN only); repeatable. Default: bf16, fp16."),
+        typer.Option(metavar="DTYPE", help="bf16, fp16, fp32, fp8, mxfp8, or all; repeatable. Default: bf16, fp16."),
     ] = None,
     backend: Annotated[
         str, typer.Option(metavar="BACKEND", help="sim: the simulator; flydsl: the AMD GPU of this machine.")
@@ -102,7 +103,7 @@ def check(
     """
     from fourwave.cli.check import run_check
 
-    run_check(arch or [], layout or [], dtype or [], backend, full, seed, json)
+    run_check(subject, arch or [], layout or [], dtype or [], backend, full, seed, json)
 
 
 @app.command()
