@@ -14,7 +14,15 @@ import torch
 
 from fourwave import sim
 from fourwave.ops.gemm import amd
-from fourwave.ops.gemm.config import ARCHS, FLOAT8, GemmConfig, candidates, candidates_for, why_unsupported
+from fourwave.ops.gemm.config import (
+    ARCHS,
+    FLOAT8,
+    GemmConfig,
+    candidates,
+    candidates_for,
+    default_config,
+    why_unsupported,
+)
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.ops.gemm.reference import activate
 from fourwave.quantize import quantize
@@ -417,6 +425,22 @@ def test_swiglu_with_everything_else(arch: str) -> None:
     check_quantized(GemmCase(shape, preactivation=BF16, **options, **quantized), arch, config)  # type: ignore[arg-type]
     scaled = {"a_format": "fp8_row", "b_format": "fp8_row", "fnuz": arch == "gfx942"}
     check_quantized(GemmCase(shape, **options, **scaled), arch, candidates(arch, 1)[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize("layout", ["TN", "NN"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_swiglu_of_scaled_blocks(arch: str, layout: str, index: int) -> None:
+    """Both halves of b bring their own scales: tiles end inside both."""
+    scaled = {"a_format": "mxfp8_e4m3", "b_format": "mxfp8_e5m2", "activation": "swiglu", "preactivation": FP32}
+    shape = Shape("", 77, 608, 416) if index == 0 else Shape("", 77, 352, 288)
+    case = GemmCase(shape, layout=layout, **scaled)  # type: ignore[arg-type]
+    config = candidates_for(case.problem, arch)[index]
+    if arch == "gfx950" and index == 0:
+        assert "registers" in (why_unsupported(case.problem, config, arch) or "")
+        assert default_config(case.problem, arch)[0] != config
+        return
+    check_quantized(case, arch, config)
 
 
 def test_halves_of_b_that_are_no_whole_chunks_are_copied_and_named() -> None:

@@ -146,11 +146,14 @@ class StagedCodes:
         self.image, self.format, self.K = image, code_format, K
         self.tile = CodeTile.of(image)
         self.source = GlobalTile(tensor, self.tile, row0, K, thread)
+        if image.pairs:
+            row0 = row0 >> 1
         self.row0 = row0
         self.scale = scale
         self.scale_rows = fx.Int32(fx.get_scalar(scale.shape[0]))
         self.scale_columns = fx.Int32(fx.get_scalar(scale.shape[1]))
         self.scale_row_bytes = fx.Int64(fx.get_scalar(scale.stride[0]))
+        self.half = (self.scale_rows if image.k_contiguous else self.scale_columns) >> 1
         per_line = self.tile.chunks_per_line
         line, self.chunk = thread // per_line, thread % per_line
         self.line = line
@@ -163,13 +166,10 @@ class StagedCodes:
         for index in range(max(self.scale_of) + 1):
             row = image.source_row(line + at[self.scale_of.index(index)])
             if image.k_contiguous:
-                offset = row * pitch + (self.chunk >> 1)
+                offset = image.paired(row, self.half) * pitch + (self.chunk >> 1)
             else:
-                offset = select(
-                    self.chunk * CHUNK_BYTES < self.scale_columns - row0,
-                    (row >> 5) * pitch + self.chunk * CHUNK_BYTES,
-                    OUT_OF_RANGE,
-                )
+                column = image.paired(self.chunk * CHUNK_BYTES, self.half)
+                offset = select(column < self.scale_columns - row0, (row >> 5) * pitch + column, OUT_OF_RANGE)
             self.scale_offsets.append(offset)
         self.loads = self.tile.loads + len(self.scale_offsets)
         self.values = self.loads
@@ -182,7 +182,8 @@ class StagedCodes:
         block = k0 >> 5
         if self.image.k_contiguous:
             first, start = self.row0, block
-            used_rows = minimum(self.scale_rows - self.row0, fx.Int32(self.image.extent))
+            extent = fx.Int32(self.image.extent)
+            used_rows = minimum(self.scale_rows - self.row0, self.half + extent if self.image.pairs else extent)
             used_columns = self.scale_columns - block
         else:
             first, start = block, self.row0
@@ -348,14 +349,18 @@ class GlobalScales:
         self.columns = fx.Int32(fx.get_scalar(tensor.shape[1]))
         self.row_bytes = fx.Int64(fx.get_scalar(tensor.stride[0])) * scale_tile.elem_bytes
         self.blocks = (K + (scale_tile.block_k - 1)) >> log2(scale_tile.block_k)
+        if scale_tile.tile.pairs:
+            row0 = row0 >> 1
         self.row0 = row0 = scale_tile.first_row(row0)
+        self.half = (self.rows if self.k_contiguous else self.columns) >> 1
         self.pitch = pitch = fx.Int32(self.row_bytes)
         if self.k_contiguous:
             inside = chunk < scale_tile.chunks
-            offset = scale_tile.row_of(chunk) * pitch
+            offset = scale_tile.tile.paired(scale_tile.row_of(chunk), self.half) * pitch
         else:
             line = chunk // scale_tile.line_chunks
             column = ((chunk % scale_tile.line_chunks) ^ scale_tile.key(line)) * CHUNK_BYTES
+            column = scale_tile.tile.paired(column, self.half)
             inside = (chunk < scale_tile.chunks) & (column < self.columns - row0)
             offset = line * pitch + column
         self.offset = select(inside, offset, OUT_OF_RANGE)
@@ -365,7 +370,8 @@ class GlobalScales:
         block0 = k0 >> log2(self.tile.block_k)
         if self.k_contiguous:
             first, start = self.row0, block0
-            used_rows = minimum(self.rows - self.row0, fx.Int32(self.tile.chunks))
+            chunks = fx.Int32(self.tile.chunks)
+            used_rows = minimum(self.rows - self.row0, self.half + chunks if self.tile.tile.pairs else chunks)
             used_columns = self.columns - block0
         else:
             first, start = block0, self.row0

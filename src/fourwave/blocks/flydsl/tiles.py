@@ -251,7 +251,17 @@ class CodeTile(OperandTile):
 
     @classmethod
     def of(cls, image):
-        return cls(image.extent, image.tile_k, image.k_contiguous, 1, image.banks, image.group, CHUNK_BYTES, image=image)
+        return cls(
+            image.extent,
+            image.tile_k,
+            image.k_contiguous,
+            1,
+            image.banks,
+            image.group,
+            CHUNK_BYTES,
+            pairs=image.pairs,
+            image=image,
+        )
 
     def source_row(self, line):
         return self.image.source_row(line)

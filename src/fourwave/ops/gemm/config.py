@@ -485,8 +485,12 @@ def _why_config_unsupported(problem, config, arch):
     swiglu = problem.activation == "swiglu"
     if swiglu and config.tile_n // config.waves_n % 32:
         return f"swiglu with tile_n={config.tile_n}: {config.waves_n} waves need pairs of 16 columns, a multiple of {32 * config.waves_n}"
-    if swiglu and (block_scaled(problem) or wide_scaled(problem)):
-        return "swiglu with scales of blocks: the kernels do not bring those of both halves of b"
+    if swiglu and wide_scaled(problem):
+        return "swiglu with scales of blocks of 128: the kernels do not bring those of both halves of b"
+    if swiglu and block_scaled(problem) and in_halves(config, elem_bytes, arch):
+        return "swiglu with scales of blocks of 32 and num_stages=2: the compiler runs out of registers"
+    if swiglu and block_scaled(problem) and problem.layout != "TN" and problem.N % 32:
+        return f"swiglu with scales of blocks of 32 and N={problem.N}: the halves of rows of scales are no whole chunks of 16"
     a, b = operand_tiles(config, problem.layout, elem_bytes, arch, swiglu)
     for tile in (a, b, *((CodeTile.of(a), CodeTile.of(b)) if dequantizes(problem, arch) else ())):
         if (reason := tile.problem()) is not None:
