@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,9 @@ from fourwave.ops.gemm.config import ARCHS, FLOAT8
 from fourwave.ops.grouped_gemm import amd
 from fourwave.ops.grouped_gemm.config import candidates, default_config, grid_tiles, why_unsupported
 from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
+from fourwave.ops.grouped_gemm.reference import grouped_reference
 from fourwave.testing import grouped_cases
+from fourwave.testing.bounds import assert_within, error_ratio
 from fourwave.testing.grouped_cases import GroupedCase
 
 pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
@@ -25,7 +28,7 @@ PLAN = [
         arch, case, id=f"{arch} {case}", marks=[pytest.mark.slow] if case.rows > 300 or len(case.sizes) > 99 else []
     )
     for arch in ARCHS
-    for what, case in grouped_cases.plan(arch)
+    for what, case in grouped_cases.plan(arch, full=True)
     if not (what == "mx" and arch == "gfx942") and case.bias_dtype is None
 ]
 
@@ -198,17 +201,9 @@ def test_sizes_are_read_when_the_kernel_runs(arch: str) -> None:
         with sim.session(arch=arch, on_finding="raise"):
             amd.run(problem, config, arch, tensors)
             compiled = amd._compiled[spec, ("sim", ("sim", arch))]
-        assert torch.equal(out, replace(case, sizes=now, extra=40 - sum(now)).outcome("native")[1].nan_to_num(0)) or (
-            _close(out, a, b, now)
-        )
+        same = replace(case, sizes=now, extra=40 - sum(now))
+        assert_within(out, grouped_reference(a, b, now), same._bound(a, b, None, None))
         assert compiled is amd._compiled[spec, ("sim", ("sim", arch))]
-
-
-def _close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, sizes: tuple[int, ...]) -> bool:
-    from fourwave.ops.grouped_gemm.reference import grouped_reference
-
-    exact = grouped_reference(a, b, sizes)
-    return bool(((out.double() - exact).abs() <= 0.01 * exact.abs() + 0.01 * exact.abs().max()).all())
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -232,9 +227,6 @@ def test_a_global_transpose_of_the_scales_is_seen() -> None:
         made["a"], made["b"], torch.tensor(ODD), a_scale=wrong, b_scale=made["b_scale"], a_scaling="1x128",
         b_scaling="128x128", backend="sim:gfx950",
     )  # fmt: skip
-    from fourwave.ops.grouped_gemm.reference import grouped_reference
-    from fourwave.testing.bounds import error_ratio
-
     ratio, _ = error_ratio(out, grouped_reference(a, b, ODD), case._bound(a, b, None, None))
     assert ratio > 10
 
@@ -291,3 +283,27 @@ def test_groups_begin_at_different_k(arch: str) -> None:
         config = replace(candidates(case.problem(), arch)[-1], split_k=1)
         result = replace(case, config=config, out_dtype=torch.float32).run(f"sim:{arch}")
         assert result.passed, result
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"),
+    [
+        ("wait_loads", lambda wait, in_flight: wait(in_flight=in_flight + 1)),
+        ("barrier", lambda barrier: None),
+        ("wait_lds", lambda wait: None),
+        ("num_tiles", lambda count, size, tile: count(size, tile) - 1),
+    ],
+)  # fmt: skip
+def test_broken_kernels_are_seen(name: str, broken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for one load too few, no barriers, no waits for LDS reads, and the last step left out."""
+    from fourwave.ops.grouped_gemm import cdna4
+
+    monkeypatch.setattr(cdna4, name, functools.partial(broken, getattr(cdna4, name)))
+    monkeypatch.setattr(amd, "_compiled", {})
+    case = blocks("gfx950", sizes=(20, 3), K=1152)
+    config = replace(candidates(case.problem(), "gfx950")[1], split_k=1)
+    try:
+        result = replace(case, config=config).run("sim:gfx950")
+    except sim.SimulationError:
+        return
+    assert not result.passed
