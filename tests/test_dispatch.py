@@ -575,6 +575,42 @@ def test_warm_call_parses_and_chooses_nothing_again(monkeypatch):
     assert check._problem.cache_info().misses == problems.misses
 
 
+def test_a_second_call_of_a_kind_is_checked_like_the_first():
+    """What a kind of call needs is kept; what depends on these very tensors is looked at every time."""
+    x = torch.randn(6, 8)
+    expected = x @ x.mT
+    for _ in range(2):
+        torch.testing.assert_close(fw.gemm(x, x), expected)
+    torch.testing.assert_close(fw.gemm(torch._neg_view(x), x), -expected)
+    torch.testing.assert_close(fw.gemm(x, torch._neg_view(x)), -expected)
+    assert fw.gemm(x.clone().requires_grad_(), x).requires_grad
+    assert fw.gemm(x, torch.nn.Parameter(x)).requires_grad
+    assert not fw.gemm(x, torch.nn.Parameter(x, requires_grad=False)).requires_grad
+    wide = torch.randn(6, 16)
+    torch.testing.assert_close(fw.gemm(wide[:, :8], x), wide[:, :8] @ x.mT)
+    out = torch.empty(6, 6)
+    for _ in range(2):
+        assert fw.gemm(x, x, out=out) is out
+        torch.testing.assert_close(out, expected)
+    buffer = torch.randn(200)
+    a, shared = buffer[:48].view(6, 8), buffer[40:76].view(6, 6)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out shares memory with a"):
+            fw.gemm(a, x, out=shared)
+    columns = torch.randn(6, 24)
+    left, right = columns[:, :8], columns[:, 8:14]
+    for _ in range(2):
+        torch.testing.assert_close(fw.gemm(left, x, out=right), left @ x.mT)
+    with pytest.raises(ValueError, match="out= was given and an argument requires grad"):
+        fw.gemm(x.clone().requires_grad_(), x, out=out)
+    with pytest.raises(ValueError, match="activation"):
+        fw.gemm(x, x, activation=["relu"])  # type: ignore[arg-type]
+    for alpha in (1.0, 2.0, 0.5):
+        torch.testing.assert_close(fw.gemm(x, x, alpha=alpha), alpha * expected)
+    with fw.use_backend("sim"), pytest.raises((fw.BackendUnavailable, NotImplementedError, ValueError)):
+        fw.gemm(x.to(torch.int32), x.to(torch.int32))
+
+
 # --------------------------------------------------------------------------------------------------- what is missing
 
 

@@ -32,6 +32,7 @@ from fourwave.ops.gemm.execute import execute
 from fourwave.ops.gemm.explain import Explanation, explain_arguments
 from fourwave.ops.gemm.operators import register_flops
 from fourwave.ops.gemm.problem import FLOAT8, SWIGLU
+from fourwave.ops.gemm.quick import is_special, quick
 from fourwave.quantize.tensor import DIRECTIONS, FORMATS, QuantizedTensor
 
 if TYPE_CHECKING:
@@ -111,6 +112,14 @@ def gemm(
     Raises ValueError for what the caller must change, BackendUnavailable when a backend that was asked for is not here,
     NotImplementedError when it cannot run this.
     """
+    if config is None and out_format is None and preactivation is None and bias_grad is None and out_scale is None:
+        if backend is not None:
+            check_choice(None, backend)
+        result = quick(
+            a, b, trans_a, trans_b, out_dtype, bias, activation, alpha, accumulate, out, batch_invariant, fast_accum, backend
+        )  # fmt: skip
+        if result is not None:
+            return result
     args, quantized = _arguments(
         a, b, trans_a, trans_b, out_dtype, bias, activation, alpha, accumulate, out, preactivation, bias_grad, out_format,
         out_scale, out_direction, out_scale_rule, batch_invariant, fast_accum, config, backend,
@@ -329,12 +338,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def _needs_operator(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether something other than plain eager execution has to see the call as one operator."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return True
-    # TorchDispatchMode (FakeTensorMode, make_fx, ...) and torch.jit.trace
-    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None:
-        return True
-    if forward_ad._current_level >= 0 and _has_tangent(tensors):
+    if is_special() or (forward_ad._current_level >= 0 and _has_tangent(tensors)):
         return True
     grad = torch.is_grad_enabled()
     for t in tensors:

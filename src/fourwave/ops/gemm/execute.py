@@ -20,7 +20,7 @@ _OUTPUTS = ("out", "preactivation", "out_columnwise")  # matrices; the other out
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """What checking a call has found, for later calls with tensors of the same shapes, strides and types."""
 
     problem: GemmProblem
@@ -31,7 +31,7 @@ class _Plan:
     b_view: tuple[int, int] | None
 
 
-_plans: dict[Any, _Plan] = {}
+_plans: dict[Any, Plan] = {}
 _lock = threading.Lock()
 MAX_PLANS = 4096  # sizes that change with every batch must not fill the memory
 select.on_clear(_plans.clear)
@@ -40,16 +40,8 @@ select.on_clear(_plans.clear)
 def execute(args: Arguments) -> Tensor:
     """The whole of an eager call. Returns out, or the columnwise codes where those alone are asked for."""
     spec = select.requested(args.backend)[0]
-    key = [spec, args[NUM_TENSORS + 1 :]]
-    for t in args[:NUM_TENSORS]:
-        if t is None:
-            key.append(None)
-        elif t.layout is torch.strided:
-            key += (t.shape, t.stride(), t.dtype, t.device)
-        else:
-            return _execute(args, spec, None)  # which refuses it
-    token = tuple(key)
-    plan = _plans.get(token)
+    token = _token(spec, args)
+    plan = None if token is None else _plans.get(token)
     if plan is None or args.a.is_neg() or args.b.is_neg() or _logger.isEnabledFor(logging.DEBUG):
         return _execute(args, spec, token)
     a, b, out, bias, a_scale, b_scale, preactivation, bias_grad, *rest = args[:NUM_TENSORS]
@@ -69,15 +61,38 @@ def execute(args: Arguments) -> Tensor:
     tensors = GemmTensors(a, b, target, bias, float(args.alpha), a_scale, b_scale, preactivation, bias_grad, *rest)
     plan.backend.run_gemm(problem, args.config, tensors)
     if plan.backend.name != "native":
-        _bump(args)
+        bump((args.out, args.preactivation, args.bias_grad))
     result = out if out is not None else args.out_columnwise
     assert result is not None
     return result
 
 
-def _bump(args: Arguments) -> None:
+def _token(spec: str, args: Arguments) -> Any:
+    """What a plan is kept under, or None for arguments that will be refused."""
+    key: list[Any] = [spec, args[NUM_TENSORS + 1 :]]
+    for t in args[:NUM_TENSORS]:
+        if t is None:
+            key.append(None)
+        elif t.layout is torch.strided:
+            key += (t.shape, t.stride(), t.dtype, t.device)
+        else:
+            return None
+    token = tuple(key)
+    try:
+        hash(token)
+    except TypeError:
+        return None
+    return token
+
+
+def plan_of(args: Arguments) -> Plan | None:
+    """The plan that `execute` has kept for such a call, if it is one of those that need no copies."""
+    return _plans.get(_token(select.requested(args.backend)[0], args))
+
+
+def bump(written_tensors: tuple[Tensor | None, ...]) -> None:
     """A kernel writes through a pointer: autograd must know that values saved for a backward pass are gone."""
-    for written in (args.out, args.preactivation, args.bias_grad):
+    for written in written_tensors:
         if written is not None and not written.is_inference():
             torch.autograd.graph.increment_version(written)
 
@@ -108,7 +123,7 @@ def _execute(args: Arguments, spec: str, token: Any) -> Tensor:
         _keep_plan(token, args, problem, tensors, shape, selection.backend, bool(notes or copies))
         notes = notes + selection.backend.run_gemm(problem, args.config, tensors)
         if selection.backend.name != "native":
-            _bump(args)
+            bump((args.out, args.preactivation, args.bias_grad))
     for given, target in copies:
         given.copy_(target.view(given.shape))
     if _logger.isEnabledFor(logging.DEBUG):
@@ -144,7 +159,7 @@ def _keep_plan(
     with _lock:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
-        _plans[token] = _Plan(problem, backend, shape, *views)  # type: ignore[arg-type]
+        _plans[token] = Plan(problem, backend, shape, *views)  # type: ignore[arg-type]
 
 
 def _empty(problem: GemmProblem, tensors: GemmTensors) -> None:

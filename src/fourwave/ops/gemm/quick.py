@@ -1,0 +1,112 @@
+"""The short way of a call of `fw.gemm`: eager, plain tensors, of a kind that has run before.
+
+What was found out about a kind (execute.Plan) is looked up by the shapes, strides and types of the tensors and by the
+options. Whatever is unusual is left to the long way, which also fills the table.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from fourwave.backends import select
+from fourwave.ops.gemm.check import Arguments, Tensor
+from fourwave.ops.gemm.execute import MAX_PLANS, Plan, bump, execute, plan_of
+from fourwave.ops.gemm.problem import GemmTensors
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_logger = select.logger
+
+
+class _Entry(NamedTuple):
+    plan: Plan
+    # Bytes from the first to the last element of each
+    a_extent: int
+    b_extent: int
+    bias_extent: int
+    out_extent: int
+
+
+_entries: dict[Any, _Entry] = {}
+select.on_clear(_entries.clear)
+
+
+def is_special() -> bool:
+    """Whether something other than plain eager execution looks at every call now: a transform, a mode, tracing."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        # TorchDispatchMode (FakeTensorMode, make_fx, ...) and torch.jit.trace
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def quick(
+    a: Any,
+    b: Any,
+    trans_a: bool,
+    trans_b: bool,
+    out_dtype: torch.dtype | None,
+    bias: Tensor | None,
+    activation: str | None,
+    alpha: float,
+    accumulate: bool,
+    out: Tensor | None,
+    batch_invariant: bool,
+    fast_accum: bool,
+    backend: str | None,
+) -> Tensor | None:
+    """The result, or None where the long way must be gone."""
+    if is_special() or forward_ad._current_level >= 0:
+        return None
+    grad = torch.is_grad_enabled()
+    for t in (a, b, bias, out):
+        if t is not None and (
+            type(t) not in _PLAIN or (grad and t.requires_grad) or t.layout is not torch.strided or t.is_neg()
+        ):
+            return None
+    key = (
+        select.requested(backend)[0], a.shape, a.stride(), a.dtype, a.device, b.shape, b.stride(), b.dtype, b.device,
+        None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device),
+        None if out is None else (out.shape, out.stride(), out.dtype, out.device),
+        trans_a, trans_b, out_dtype, activation, accumulate, batch_invariant, fast_accum,
+    )  # fmt: skip
+    try:
+        entry = _entries.get(key)
+    except TypeError:  # an option of a type that nobody takes
+        return None
+    if entry is None or _logger.isEnabledFor(logging.DEBUG):
+        args = Arguments(
+            a, b, out, bias, alpha=alpha, trans_a=trans_a, trans_b=trans_b, out_dtype=out_dtype, activation=activation,
+            accumulate=accumulate, batch_invariant=batch_invariant, fast_accum=fast_accum, backend=backend,
+        )  # fmt: skip
+        result = execute(args)
+        plan = plan_of(args)
+        if plan is not None and plan.a_view is None and plan.b_view is None and (out is None or out.dim() == 2):
+            if len(_entries) >= MAX_PLANS:
+                _entries.clear()
+            _entries[key] = _Entry(plan, *(0 if t is None else _extent(t) for t in (a, b, bias, out)))
+        return result
+    plan, a_extent, b_extent, bias_extent, out_extent = entry
+    problem = plan.problem
+    if out is None:
+        target = torch.empty(plan.out_shape, dtype=problem.out_dtype, device=a.device)
+        plan.backend.run_gemm(problem, None, GemmTensors(a, b, target, bias, float(alpha)))
+        return target
+    low = out.data_ptr()
+    high = low + out_extent
+    for t, extent in ((a, a_extent), (b, b_extent), (bias, bias_extent)):
+        if t is not None and low < t.data_ptr() + extent and t.data_ptr() < high:
+            return None  # perhaps columns of one buffer; the long way tells
+    plan.backend.run_gemm(problem, None, GemmTensors(a, b, out, bias, float(alpha)))
+    if plan.backend.name != "native":
+        bump((out,))
+    return out
+
+
+def _extent(t: Tensor) -> int:
+    return (sum(stride * (size - 1) for stride, size in zip(t.stride(), t.shape, strict=True)) + 1) * t.element_size()
