@@ -202,12 +202,12 @@ class MXFP8(Recipe):
     """MXFP8: power-of-two scales of 32 elements along the reduction.
 
     fp8_format  "e4m3", or "hybrid": gradients e5m2
-    scale_rule  "floor" (OCP MX v1.0, 6.3) or "ceil" (nothing saturates)
+    scale_rule  "ceil" (nothing saturates) or "floor" (OCP MX v1.0, 6.3), with which pretraining may diverge (arXiv 2506.08027)
     backward    "quantized", or "high_precision": dgrad and wgrad in the input's precision
     """
 
     fp8_format: str = E4M3
-    scale_rule: str = MX_RULES[0]
+    scale_rule: str = MX_RULES[1]
     backward: str = "quantized"
 
     def __post_init__(self) -> None:

@@ -28,8 +28,8 @@ CASES: dict[str, tuple[Any, Any, Any, Any, str | None]] = {
     "current pow2": (R.CurrentScaling(scale="pow2"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e5m2", "fp8_e4m3"), ("fp8_e5m2", "fp8_e4m3"), "pow2"),
     "current, plain backward": (R.CurrentScaling(backward="high_precision"), ("fp8_e4m3", "fp8_e4m3"), None, None, "fp32"),
     "blocks": (R.BlockScaling(), ("fp8_1x128", "fp8_128x128"), ("fp8_1x128", "fp8_128x128"), ("fp8_1x128", "fp8_1x128"), "pow2"),
-    "mxfp8": (R.MXFP8(), ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp8_e4m3"), "floor"),
-    "mxfp8 hybrid": (R.MXFP8("hybrid", "ceil"), ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e5m2", "mxfp8_e4m3"), ("mxfp8_e5m2", "mxfp8_e4m3"), "ceil"),
+    "mxfp8": (R.MXFP8(), ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp8_e4m3"), "ceil"),
+    "mxfp8 hybrid": (R.MXFP8("hybrid", "floor"), ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e5m2", "mxfp8_e4m3"), ("mxfp8_e5m2", "mxfp8_e4m3"), "floor"),
     "mxfp4": (R.MXFP4(), ("mxfp4", "mxfp4"), ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e4m3", "mxfp8_e4m3"), "floor"),
     "mxfp4, mxfp4 backward": (R.MXFP4("mxfp4"), ("mxfp4", "mxfp4"), ("mxfp4", "mxfp4"), ("mxfp4", "mxfp4"), "floor"),
 }  # fmt: skip
