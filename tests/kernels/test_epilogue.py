@@ -371,6 +371,25 @@ def test_quantized_output_writes_every_code_and_nothing_else(arch: str, shape: S
         buffer.assert_guards_intact()
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_that_do_not_exist_are_in_no_block(arch: str) -> None:
+    """relu(bias - K) is 0; in the rows past M, whose sums are 0, it would be the bias."""
+    problem = plain(
+        Shape("", 70, 72, 64), activation="relu", bias_dtype=FP32, out_dtype=torch.float8_e4m3fn, out_scaling="1x32",
+        out_direction="columnwise",
+    )  # fmt: skip
+    codes, scales = torch.full((70, 72), 1, dtype=torch.uint8), torch.zeros(3, 72, dtype=torch.uint8)
+    tensors = GemmTensors(
+        torch.full((70, 64), -1.0, dtype=BF16), torch.ones(72, 64, dtype=BF16), None, torch.full((72,), 5.0),
+        out_columnwise=codes.view(torch.float8_e4m3fn), out_columnwise_scale=scales.view(torch.float8_e8m0fnu),
+    )  # fmt: skip
+    with sim.session(arch=arch, on_finding="raise"):
+        amd.run(problem, candidates(arch)[2], arch, tensors)
+    right = quantize(torch.zeros(70, 72), "mxfp8_e4m3", "columnwise", backend="native")
+    assert right.columnwise_scale is not None
+    assert not codes.any() and torch.equal(scales, right.columnwise_scale.view(torch.uint8))
+
+
 @pytest.mark.parametrize("value", ["nan", "inf", "0", "-3.5"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_amax_of_quantized_output(arch: str, value: str) -> None:
