@@ -29,7 +29,7 @@ PLAN = [
     )
     for arch in ARCHS
     for what, case in grouped_cases.plan(arch, full=True)
-    if not (what == "mx" and arch == "gfx942") and case.bias_dtype is None
+    if not (what == "mx" and arch == "gfx942")
 ]
 
 
@@ -44,14 +44,30 @@ def test_plan(arch: str, case: GroupedCase) -> None:
     assert result.passed, result
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["forward", "preshuffled", "dgrad", "wgrad", "plain dgrad", "mx forward", "mx preshuffled", "mx dgrad", "mx wgrad"],
+KINDS = (
+    "forward",
+    "preshuffled",
+    "dgrad",
+    "wgrad",
+    "plain dgrad",
+    "mx forward",
+    "mx preshuffled",
+    "mx dgrad",
+    "mx wgrad",
 )
-@pytest.mark.parametrize("arch", ARCHS)
+QUICK = (("gfx950", "forward"), ("gfx950", "mx wgrad"), ("gfx942", "preshuffled"), ("gfx942", "wgrad"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind"),
+    [
+        pytest.param(arch, kind, marks=[] if (arch, kind) in QUICK else [pytest.mark.slow])
+        for arch in ARCHS
+        for kind in KINDS
+        if not (arch == "gfx942" and kind.startswith("mx"))
+    ],
+)
 def test_every_tile(arch: str, kind: str) -> None:
-    if kind.startswith("mx") and arch == "gfx942":
-        pytest.skip("its matrix unit takes no scales")
     case = blocks(
         arch, kind=kind.replace("preshuffled", "forward").split()[-1], preshuffled=kind == "preshuffled", extra=2
     )
@@ -254,7 +270,6 @@ def test_refusals(arch: str) -> None:
     bad = (
         (replace(problem, a_dtype=other), "reads codes as"),
         (replace(problem, a_dtype=torch.float32, b_dtype=torch.float32), "take bfloat16, float16 and 8-bit floats"),
-        (replace(problem, bias_dtype=torch.float32), "bias is not in this kernel"),
         (replace(problem, a_scaling="1x32", b_scaling="tensor"), "1x32 x tensor are not in this kernel"),
         (replace(problem, a_scaling="1x128", b_scaling="1x128"), "1x128 x 1x128 are not in this kernel"),
         (replace(problem, K=2**31 - 1), "limit of a tile|32-bit"),

@@ -56,13 +56,14 @@ def placeholder_arguments(spec: Specialisation) -> list[Any]:
     """Arguments to compile with where nothing is launched; sizes do not matter."""
     problem = replace(spec.problem, G=2, M=128, N=128, K=128)
 
-    def zeros(shape: Any, dtype: torch.dtype) -> Any:
+    def zeros(shape: Any, dtype: torch.dtype | None) -> Any:
         return None if shape is None else torch.zeros(shape, dtype=dtype)
 
     scales = torch.uint8 if is_mx(problem) else torch.float32
     tensors = GroupedTensors(
         torch.zeros(problem.a_shape).to(problem.a_dtype), torch.zeros(problem.b_shape).to(problem.b_dtype),
-        torch.zeros(2, dtype=problem.m_sizes_dtype), torch.zeros(problem.out_shape, dtype=problem.out_dtype), None,
+        torch.zeros(2, dtype=problem.m_sizes_dtype), torch.zeros(problem.out_shape, dtype=problem.out_dtype),
+        zeros((3, 128) if problem.bias_dtype is not None else None, problem.bias_dtype),
         zeros(problem.a_scale_shape, scales), zeros(problem.b_scale_shape, scales),
     )  # fmt: skip
     workspace = None if spec.config.split_k == 1 else torch.zeros(1, 1024)
@@ -79,7 +80,7 @@ def _arguments(
     a_strides, b_strides = _scale_strides(problem, tensors)
     return (
         _bytes(tensors.a), _bytes(tensors.b), tensors.out, tensors.m_sizes.view(torch.int32), a_scale, b_scale,
-        unused if workspace is None else workspace,
+        unused if tensors.bias is None else tensors.bias.view(-1), unused if workspace is None else workspace,
         problem.G, problem.M, problem.N, problem.K, *a_strides, *b_strides, grid_tiles(problem, config),
     )  # fmt: skip
 
@@ -159,7 +160,11 @@ def run(problem: GroupedProblem, config: GroupedConfig | None, arch: str, tensor
         a_scale, b_scale = _whole_words("a_scale", a_scale, notes), _whole_words("b_scale", b_scale, notes)
     vectorised = problem.N % 8 == 0 and out.data_ptr() % ALIGN_BYTES == 0
     vectorised = vectorised and all(stride * out.element_size() % ALIGN_BYTES == 0 for stride in out.stride()[:-1])
-    prepared = tensors._replace(a=a, b=b, m_sizes=m_sizes, a_scale=a_scale, b_scale=b_scale)
+    bias = tensors.bias
+    if bias is not None:
+        bias = torch.cat((bias, bias.new_zeros(1, problem.N)))
+        notes.append("bias copied: a row of zeros for rows in no group")
+    prepared = tensors._replace(a=a, b=b, m_sizes=m_sizes, a_scale=a_scale, b_scale=b_scale, bias=bias)
     workspace = None
     if config.split_k > 1:
         workspace = torch.empty(workspace_shape(problem, config), dtype=torch.float32, device=a.device)

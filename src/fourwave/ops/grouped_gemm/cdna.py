@@ -37,6 +37,7 @@ def epilogue(spec):
     return Epilogue(
         spec.arch,
         _TYPES[name_of(problem.out_dtype)],
+        bias_dtype=None if problem.bias_dtype is None else _TYPES[name_of(problem.bias_dtype)],
         accumulate=problem.accumulate,
         a_scaling=problem.a_scaling if problem.a_scaling in whole else None,
         b_scaling=problem.b_scaling if problem.b_scaling in whole else None,
@@ -51,6 +52,7 @@ def launcher(kernel, spec, geo):
     a, b, out as in GroupedTensors, 8-bit types as bytes; m_sizes as 32-bit words; a_scale, b_scale flat
     a_stride, a_k_stride   elements of a_scale between rows and blocks of k; both 0: layout "groups"
     b_group_stride, b_stride, b_k_stride   of b_scale, between groups, columns (or 128 of them), blocks of k
+    bias    [G + 1, N], the last row zeros
     workspace  float32, config.workspace_shape, where K is split
     tiles   workgroups for each part of K
     """
@@ -60,14 +62,14 @@ def launcher(kernel, spec, geo):
     @flyc.jit
     def launch_grouped_gemm(
         a: fx.Tensor, b: fx.Tensor, out: fx.Tensor, m_sizes: fx.Tensor, a_scale: fx.Tensor, b_scale: fx.Tensor,
-        workspace: fx.Tensor,
+        bias: fx.Tensor, workspace: fx.Tensor,
         G: fx.Int32, M: fx.Int32, N: fx.Int32, K: fx.Int32, a_stride: fx.Int32, a_k_stride: fx.Int32,
         b_group_stride: fx.Int32, b_stride: fx.Int32, b_k_stride: fx.Int32, tiles: fx.Int32,
         stream: fx.Stream = fx.Stream(None),
     ):  # fmt: skip
         arguments = SimpleNamespace(
-            a=a, b=b, out=out, m_sizes=m_sizes, a_scale=a_scale, b_scale=b_scale, workspace=workspace, G=G, M=M, N=N, K=K, a_stride=a_stride,
-            a_k_stride=a_k_stride, b_group_stride=b_group_stride, b_stride=b_stride, b_k_stride=b_k_stride,
+            a=a, b=b, out=out, m_sizes=m_sizes, a_scale=a_scale, b_scale=b_scale, bias=bias, workspace=workspace,
+            G=G, M=M, N=N, K=K, a_stride=a_stride, a_k_stride=a_k_stride, b_group_stride=b_group_stride, b_stride=b_stride, b_k_stride=b_k_stride,
         )  # fmt: skip
         kernel(arguments).launch(grid=(tiles * split, 1, 1), block=(WORKGROUP, 1, 1), stream=stream)
         if fx.const_expr(reduction is not None):
@@ -295,7 +297,10 @@ class Work:
     def store(self, acc, epi):
         arguments = self.arguments
         rows, out = arguments.M, arguments.out
-        scale = arguments.b_scale
+        scale, bias = arguments.b_scale, arguments.bias
+        if epi.bias_dtype is not None:
+            # Rows in no group have the row of zeros behind the last group's.
+            bias = vector_view(bias, fx.Int64(self.group.index) * fx.Int64(arguments.N), arguments.N)
         if self.problem.split == "rows":
             # Rows past the group's are other workgroups'.
             rows = self.group.end
@@ -313,6 +318,7 @@ class Work:
             alpha=fx.Float32(1.0),
             a_scale=arguments.a_scale,
             b_scale=scale,
+            bias=bias,
         )
         store_tile(acc, epi, told, self.m0, self.n0, self.geo, self.wave_m, self.wave_n, self.lane)
 

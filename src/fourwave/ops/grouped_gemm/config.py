@@ -298,8 +298,6 @@ def why_unsupported(problem: GroupedProblem, config: GroupedConfig | None, arch:
         return reason
     if problem.split == REDUCTION and problem.layout != "NT":
         return "operands of wgrad are stored transposed: the kernels read them in natural order"
-    if problem.bias_dtype is not None:
-        return "bias is not in this kernel"
     outputs = (torch.float32, torch.bfloat16, torch.float16)
     if problem.out_dtype not in outputs:
         return f"out is {problem.out_dtype}: the kernels write float32, bfloat16 and float16"
