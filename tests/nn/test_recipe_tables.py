@@ -57,3 +57,16 @@ def test_bytes_of_delayed_state() -> None:
     linear = fw.nn.Linear(32, 32, recipe=fw.recipes.DelayedScaling(amax_history_len=20))
     assert "12 * (amax_history_len + 1)" in TEXT
     assert sum(b.nbytes for b in linear.buffers()) == 12 * 21
+
+
+def test_losses_are_those_of_the_record() -> None:
+    import json
+
+    root = Path(__file__).parents[2]
+    losses = json.loads((root / "bench" / "records" / "cpu_pretrain_tiny.json").read_text())["losses"]
+    means = [sum(values[-100:]) / 100 for values in losses.values()]
+    text = (root / "docs" / "modules.md").read_text(encoding="utf-8").split("## An example")[1]
+    shown = re.findall(r"\| (\d\.\d{4}) \| (?:([+-]\d\.\d\d)%)?", text)
+    assert len(shown) == len(means) == 6
+    expected = {(f"{mean:.4f}", f"{100 * (mean / means[0] - 1):+.2f}" if i else "") for i, mean in enumerate(means)}
+    assert set(shown) == expected
