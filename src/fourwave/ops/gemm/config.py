@@ -418,6 +418,8 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
     for name in ("M", "N", "K"):
         if getattr(problem, name) > MAX_EXTENT:
             return f"{name}={getattr(problem, name)}: sizes are 32-bit in the kernels, at most {MAX_EXTENT}"
+    if problem.activation == "swiglu" and block_scaled(problem) and problem.layout != "TN" and problem.N % 32:
+        return f"swiglu with scales of blocks of 32 and N={problem.N}: the halves of rows of scales are no whole chunks of 16"
     if config is None:
         if min(problem.M, problem.N) == 0:
             return None
@@ -489,8 +491,6 @@ def _why_config_unsupported(problem, config, arch):
         return "swiglu with scales of blocks of 128: the kernels do not bring those of both halves of b"
     if swiglu and block_scaled(problem) and in_halves(config, elem_bytes, arch):
         return "swiglu with scales of blocks of 32 and num_stages=2: the compiler runs out of registers"
-    if swiglu and block_scaled(problem) and problem.layout != "TN" and problem.N % 32:
-        return f"swiglu with scales of blocks of 32 and N={problem.N}: the halves of rows of scales are no whole chunks of 16"
     a, b = operand_tiles(config, problem.layout, elem_bytes, arch, swiglu)
     for tile in (a, b, *((CodeTile.of(a), CodeTile.of(b)) if dequantizes(problem, arch) else ())):
         if (reason := tile.problem()) is not None:
@@ -519,7 +519,7 @@ def _why_config_unsupported(problem, config, arch):
         return f"num_stages={config.num_stages}: the gfx942 kernel has 2 LDS buffers and one more tile in registers"
     if problem.out_scaling == "1x32":
         columns = config.tile_n // config.waves_n // (problem.N // problem.out_columns)
-        if problem.out_direction != "columnwise" and columns % 32:
+        if columns % 32:
             return f"tile {config.tile_m}x{config.tile_n}: a wave has {columns} columns of out, no whole blocks of 32"
         if problem.out_direction != "rowwise" and config.tile_m // config.waves_m % 32:
             return f"tile {config.tile_m}x{config.tile_n}: a wave has {config.tile_m // config.waves_m} rows, no whole blocks of 32"
