@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # The first that exists links code objects. LLVM 14's lld does not know gfx950.
 LINKERS = ("ld.lld-22", "ld.lld-21", "ld.lld-20", "ld.lld-19", "ld.lld")
 COMPILE_SECONDS = 300  # time limit of the child
+_MATRIX = ("v_mfma", "v_wmma")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class MainLoop:
     """Instructions of one main-loop step, as they stand in the final assembly."""
 
     k: int  # elements of the reduction that one step covers
-    mfma: int
+    mfma: int  # or WMMA
     lds_reads: dict[str, int]  # by mnemonic
     lds_writes: dict[str, int]
     loads_to_lds: int
@@ -209,7 +210,7 @@ def _compile_in_child(root: Path) -> None:
 
 
 def parse(
-    text: str, arch: str, code_object: bytes | None, link_note: str, barrier_k: int, module: str = ""
+    text: str, arch: str, code_object: bytes | None, link_note: str, barrier_k: int | None, module: str = ""
 ) -> CompiledKernel:
     """Read the assembly of one kernel. barrier_k: K of the main loop for each of its barriers.
 
@@ -262,7 +263,7 @@ def _main_loop(text, barrier_k):
         body = [
             m[0].strip() for line in lines[first : last + 1] if (m := re.match(r"\t[a-z][a-z0-9_]+(\s[^;]*)?", line))
         ]
-        mfma = sum(line.startswith("v_mfma") for line in body)
+        mfma = sum(line.startswith(_MATRIX) for line in body)
         if mfma > best_mfma:
             best, best_mfma = body, mfma
     if barrier_k is not None and best_mfma <= 0:
@@ -273,9 +274,9 @@ def _main_loop(text, barrier_k):
     count = dict.fromkeys(("to_lds", "loads", "stores", "barriers", "valu", "copies", "salu"), 0)
     for line in best:
         op, _, operands = line.partition(" ") if " " in line else line.partition("\t")
-        if op.startswith("v_mfma"):
+        if op.startswith(_MATRIX):
             continue
-        if op.startswith("ds_read"):
+        if op.startswith(("ds_read", "ds_load")):
             reads[op] = reads.get(op, 0) + 1
         elif op.startswith("ds_"):
             writes[op] = writes.get(op, 0) + 1
@@ -283,9 +284,15 @@ def _main_loop(text, barrier_k):
             count["to_lds" if re.search(r"\blds\b", operands) or "_lds_" in op else "loads"] += 1
         elif op.startswith(("buffer_", "global_", "flat_", "scratch_")):
             count["stores"] += 1
+        elif op == "tensor_load_to_lds":
+            count["to_lds"] += 1
+        elif op == "tensor_store_from_lds":
+            count["stores"] += 1
         elif op == "s_waitcnt":
             waits.append(" ".join(operands.split()))
-        elif op == "s_barrier":
+        elif op.startswith("s_wait_"):  # gfx1250: a counter each
+            waits.append(f"{op.removeprefix('s_wait_')}({int(operands, 0)})")
+        elif op in ("s_barrier", "s_barrier_wait"):  # gfx1250: the second half
             count["barriers"] += 1
         elif re.match(r"v_(mov|accvgpr)", op):
             count["copies"] += 1

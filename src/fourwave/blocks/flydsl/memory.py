@@ -172,9 +172,9 @@ def transpose_bytes(words, columns):
 
 
 @dsl_loc_tracing
-def lds_write(lds, byte_offset, value):
-    """16 bytes per lane: ds_write_b128. Raw barriers do not wait for it: wait_lds() first."""
-    _llvm.StoreOp(as_ir_value(value), _lds_address(lds, byte_offset), alignment=16)
+def lds_write(lds, byte_offset, value, num_bytes=16):
+    """num_bytes per lane (ds_write_b128, b64), so aligned. Raw barriers do not wait for it: wait_lds() first."""
+    _llvm.StoreOp(as_ir_value(value), _lds_address(lds, byte_offset), alignment=num_bytes)
 
 
 @dsl_loc_tracing

@@ -52,7 +52,9 @@ def build_launcher(spec: Specialisation):
     from fourwave.blocks.flydsl.epilogue import Epilogue
     from fourwave.blocks.flydsl.mma import FORMATS
 
-    if in_halves(spec.config, spec.problem.a_dtype.itemsize, spec.arch):
+    if spec.arch == "gfx1250":
+        from fourwave.ops.gemm.gfx1250 import build
+    elif in_halves(spec.config, spec.problem.a_dtype.itemsize, spec.arch):
         from fourwave.ops.gemm.cdna4_halves import build
     elif spec.arch == "gfx950":
         from fourwave.ops.gemm.cdna4 import build
@@ -79,6 +81,8 @@ def build_launcher(spec: Specialisation):
         None if problem.out_scaling is None else _CODE_FORMATS[problem.out_dtype],
         spec.vectorised,
     )
+    if spec.arch == "gfx1250":
+        return build(spec, epilogue)
     if dequantizes(problem, spec.arch):
         a = b = "bfloat16"
     return build(spec, FORMATS[a, b], epilogue)
@@ -164,7 +168,7 @@ def run(
         tensors = tensors._replace(b=_whole_chunks(tensors.b))
     bias = tensors.bias
     operands = {
-        name: _readable(name, tensor, rows, notes)
+        name: _readable(name, tensor, rows, notes, arch)
         for name, tensor, rows in _read_in_chunks(problem, config, arch, tensors)
     }
     targets = {name: _writable(getattr(tensors, name), config.tile_m) for name in _written(tensors)}
@@ -249,7 +253,7 @@ def copies(
         notes.append(_HALVES_COPIED)
         tensors = tensors._replace(b=_whole_chunks(tensors.b.to("meta")))
     for name, tensor, rows in _read_in_chunks(problem, config, arch, tensors):
-        if (reason := _why_copied(_plain_strides(tensor), rows)) is not None:
+        if (reason := _why_copied(_plain_strides(tensor), rows, arch)) is not None:
             notes.append(f"{name} copied: {reason}")
     targets = {name: _writable(getattr(tensors, name), config.tile_m) for name in _written(tensors)}
     notes += [_written_through_a_copy(name) for name, target in targets.items() if target is None]
@@ -340,7 +344,7 @@ def _plain_strides(tensor):
     return tensor.as_strided((rows, columns), (outer, inner))
 
 
-def _why_copied(tensor, tile_rows):
+def _why_copied(tensor, tile_rows, arch):
     """Why the kernel cannot read an operand with plain strides where it lies, or None."""
     chunk = ALIGN_BYTES // tensor.element_size()
     columns = tensor.shape[1]
@@ -350,17 +354,17 @@ def _why_copied(tensor, tile_rows):
         return "base not 16-byte aligned"
     if not _rows_aligned(tensor):
         return "row stride not 16-byte aligned"
-    if columns % chunk:
+    if columns % chunk and arch != "gfx1250":  # whose data mover ends at any element
         return f"row length {columns} is not a multiple of {chunk}"
     if tile_rows * tensor.stride(0) * tensor.element_size() >= MAX_TILE_BYTES:
         return f"row stride {tensor.stride(0)} is beyond the limit"
     return None
 
 
-def _readable(name, tensor, tile_rows, notes):
+def _readable(name, tensor, tile_rows, notes, arch):
     """tensor, or an aligned copy of it whose rows are padded with zeros to whole chunks."""
     tensor = _plain_strides(tensor)
-    reason = _why_copied(tensor, tile_rows)
+    reason = _why_copied(tensor, tile_rows, arch)
     if reason is None:
         return tensor
     notes.append(f"{name} copied: {reason}")

@@ -69,7 +69,7 @@ def _reduction(geo, epi, split):
     return gemm_reduction
 
 
-def launcher(kernel, geo, epi=None, split=1):
+def launcher(kernel, geo, epi=None, split=1, threads=WORKGROUP):
     """A FlyDSL JIT function (*TENSORS, M, N, K, alpha, stream) that launches kernel(arguments), arguments by name.
 
     Tensors are as GemmTensors says, 8-bit types as bytes, scalars with one element. workspace: float32, scratch.
@@ -90,7 +90,7 @@ def launcher(kernel, geo, epi=None, split=1):
             workspace=workspace, M=M, N=N, K=K, alpha=alpha,
         )  # fmt: skip
         tiles = num_tiles(M, geo.tile_m) * num_tiles(N, geo.tile_n)
-        kernel(arguments).launch(grid=(tiles * split, 1, 1), block=(WORKGROUP, 1, 1), stream=stream)
+        kernel(arguments).launch(grid=(tiles * split, 1, 1), block=(threads, 1, 1), stream=stream)
         if fx.const_expr(reduction is not None):
             reduction(arguments).launch(grid=(tiles, 1, 1), block=(WORKGROUP, 1, 1), stream=stream)
 

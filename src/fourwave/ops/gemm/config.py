@@ -209,6 +209,10 @@ def default_config(problem: GemmProblem, arch: str) -> tuple[GemmConfig, list[st
     least modelled time. A large tile loads least per multiplication, but leaves compute units idle where the output is
     small.
     """
+    if arch == "gfx1250":
+        from fourwave.ops.gemm import gfx1250_config
+
+        return gfx1250_config.default_config(problem)
     config, reasons = _default_config(problem, arch)
     return config, list(reasons)
 
@@ -389,10 +393,14 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
     The row strides of the operands are not part of a problem: amd.run copies an operand that is not aligned or whose
     stride is beyond the limit.
     """
-    if arch not in ARCHS:
-        return f"arch {arch!r}: there are kernels for {', '.join(ARCHS)}"
+    if arch not in (*ARCHS, "gfx1250"):
+        return f"arch {arch!r}: there are kernels for {', '.join((*ARCHS, 'gfx1250'))}"
     if config is not None and not isinstance(config, GemmConfig):
         return f"config is a {type(config).__name__}: the FlyDSL kernels take a GemmConfig"
+    if arch == "gfx1250":
+        from fourwave.ops.gemm import gfx1250_config
+
+        return gfx1250_config.why_unsupported(problem, config)
     if problem.layout not in ("TN", "NN", "NT"):
         return f"layout {problem.layout!r}: the kernels have TN, NN and NT"
     if (reason := _why_operands_unsupported(problem, arch) or problem.why_refused(FEATURES)) is not None:

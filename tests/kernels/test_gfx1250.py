@@ -1,0 +1,261 @@
+"""The MXFP4 GEMM kernel for gfx1250 on the simulator, and what the compiler makes of it.
+
+Truth is float64 from the values of the codes times the scales; the bound is that of a float32 sum in any order.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from fourwave import sim
+from fourwave.ops.gemm import amd
+from fourwave.ops.gemm.config import default_config, why_unsupported
+from fourwave.ops.gemm.gfx1250_config import CONFIG, LDS, PAGE, ROWS, STAGE
+from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+from fourwave.perf import isa
+from fourwave.testing.bounds import assert_within, gemm_bound
+from fourwave.testing.buffers import poisoned
+
+needs_sim = pytest.mark.skipif(
+    sim.unavailable("gfx1250") is not None, reason=f"no simulator: {sim.unavailable('gfx1250')}"
+)
+
+ARCH = "gfx1250"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
+
+
+def problem_of(M, N, K, out_dtype=FP32, **fields):
+    scaled = {"a_scaling": "1x32", "b_scaling": "1x32"}
+    return GemmProblem(M, N, K, "TN", torch.uint8, torch.uint8, out_dtype, **{**scaled, **fields})
+
+
+def values(codes):
+    """Of packed e2m1, element 0 in the low half."""
+    return torch.stack([E2M1[(codes & 15).long()], E2M1[(codes >> 4).long()]], -1).flatten(1)
+
+
+def dequantized(codes, scale):
+    factors = torch.exp2(scale.double() - 127).masked_fill(scale == 255, float("nan"))
+    decoded = values(codes)
+    return decoded * factors.repeat_interleave(32, 1)[:, : decoded.shape[1]]
+
+
+def in_place(tensor):
+    """The same bytes where 0xFF (-6, a NaN scale) lies before, behind and between the rows, which are aligned."""
+    rows, columns = tensor.shape
+    pitch = -(-columns // 16) * 16 + 16
+    view = torch.full((rows + 2, pitch), 255, dtype=torch.uint8)[1:-1, :columns]
+    return view.copy_(tensor)
+
+
+def operands(problem, seed):
+    generator = torch.Generator().manual_seed(seed)
+    result = []
+    for rows in (problem.M, problem.N):
+        codes = torch.randint(0, 256, (rows, problem.K // 2), generator=generator).to(torch.uint8)
+        scale = torch.randint(121, 134, (rows, -(-problem.K // 32)), generator=generator).to(torch.uint8)
+        result += [codes, scale]
+    return result
+
+
+def run(problem, a, a_scale, b, b_scale, out, bias=None, alpha=1.0, **options):
+    with sim.session(arch=ARCH, **options) as report:
+        notes = amd.run(problem, None, ARCH, GemmTensors(a, b, out, bias, alpha, a_scale=a_scale, b_scale=b_scale))
+    assert not report.findings, report.findings
+    return notes, report
+
+
+def check(problem, seed=0, alpha=1.0, layout="sliced", **options):
+    a, a_scale, b, b_scale = operands(problem, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    bias = addend = None
+    if problem.bias_dtype is not None:
+        bias = (torch.randn(problem.N, generator=generator) * 64).to(problem.bias_dtype)
+    if problem.accumulate:
+        addend = (torch.randn(problem.M, problem.N, generator=generator) * 64).to(problem.out_dtype)
+    target = poisoned(problem.M, problem.N, problem.out_dtype, layout=layout, addend=addend)
+    out = target.tensor
+    notes, report = run(
+        problem, in_place(a), in_place(a_scale), in_place(b), in_place(b_scale), out, bias, alpha, **options
+    )
+    assert notes == []
+    exact, bound = gemm_bound_of(problem, dequantized(a, a_scale), dequantized(b, b_scale), bias, alpha, addend)
+    assert_within(out, exact, bound)
+    target.assert_guards_intact()
+    return report
+
+
+def refused(problem):
+    return why_unsupported(problem, None, ARCH) or ""
+
+
+def gemm_bound_of(problem, left, right, bias, alpha, addend):
+    z = alpha * (left @ right.T) + (0 if bias is None else bias.double())
+    activations = {
+        None: lambda x: x,
+        "relu": torch.relu,
+        "silu": torch.nn.functional.silu,
+        "gelu": torch.nn.functional.gelu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    }
+    exact = activations[problem.activation](z) + (0 if addend is None else addend.double())
+    bound = gemm_bound(
+        left, right, problem.out_dtype, bias=bias, activation=problem.activation, alpha=alpha, addend=addend
+    )
+    return exact, bound
+
+
+@needs_sim
+@pytest.mark.parametrize(
+    ("M", "N", "K"),
+    [
+        (256, 256, 128),
+        (256, 512, 384),
+        (512, 256, 1024),
+        (256, 256, 1152),
+        (1, 256, 2304),
+        (255, 129, 2),
+        (300, 270, 1090),
+        (128, 640, 3072),
+        pytest.param(256, 256, 8192, marks=pytest.mark.slow),
+    ],
+)
+def test_shapes(M, N, K):
+    """Whole tiles; K within a group of scales, at its end and beyond two; tails of each size."""
+    check(problem_of(M, N, K), seed=K)
+
+
+@needs_sim
+@pytest.mark.parametrize("options", [{"completion": "early"}, {"completion": "random"}, {"schedule": "reverse"}])
+def test_order_does_not_matter(options):
+    check(problem_of(257, 256, 2592), **options)
+
+
+@needs_sim
+@pytest.mark.parametrize(
+    ("out_dtype", "bias_dtype", "activation", "accumulate", "alpha"),
+    [
+        (BF16, None, None, False, 1.0),
+        (FP16, FP32, "relu", False, 2.0**-7),
+        (BF16, BF16, "gelu", True, 2.0**-7),
+        (FP32, FP16, "silu", True, 0.01),
+        (FP32, BF16, "gelu_tanh", False, -0.01),
+        (FP16, None, None, True, 2.0**-7),
+    ],
+)
+def test_epilogue(out_dtype, bias_dtype, activation, accumulate, alpha):
+    problem = problem_of(141, 275, 160, out_dtype, bias_dtype=bias_dtype, activation=activation, accumulate=accumulate)
+    check(problem, alpha=alpha)
+
+
+@needs_sim
+def test_sums_of_scales_are_exact():
+    """Ones, with a power of two of its own for each row and block of K: every sum is exact, and a scale taken from another
+    row or block changes it."""
+    M = N = 256
+    K = 3072
+    block = torch.arange(K // 32)
+    rows_a = (block * 5 + torch.arange(M)[:, None] * 7 + torch.arange(M)[:, None] // 16) % 11
+    rows_b = (block * 3 + torch.arange(N)[:, None] + torch.arange(N)[:, None] // 8) % 7
+    expected = 32 * (2.0 ** rows_a.double() @ 2.0 ** rows_b.double().T)
+    ones = torch.full((M, K // 2), 0x22, dtype=torch.uint8)
+    out = torch.full((M, N), float("nan"))
+    problem = problem_of(M, N, K)
+    scales = [(rows + 127).to(torch.uint8) for rows in (rows_a, rows_b)]
+    notes, _ = run(problem, ones, scales[0], ones, scales[1], out)
+    assert notes == []
+    assert torch.equal(out.double(), expected)
+
+
+@needs_sim
+def test_codes_meet_their_own():
+    """One code that is not zero in each row of a, at a k of its own: row m of out is column k of b's values."""
+    M, N, K = 256, 256, 1024
+    problem = problem_of(M, N, K)
+    _, _, b, b_scale = operands(problem, 3)
+    k = (torch.arange(M) * 37 + 5) % K
+    a = torch.zeros((M, K // 2), dtype=torch.uint8)
+    a[torch.arange(M), k // 2] = (2 << (k % 2 * 4)).to(torch.uint8)
+    out = torch.full((M, N), float("nan"))
+    run(problem, a, torch.full((M, K // 32), 127, dtype=torch.uint8), b, b_scale, out)
+    assert torch.equal(out.double(), dequantized(b, b_scale)[:, k].T)
+
+
+@needs_sim
+def test_nan_scales():
+    """0xFF makes a row or a column of NaN, also in the last block; its neighbours are as they are without."""
+    problem = problem_of(33, 65, 1056)
+    a, a_scale, b, b_scale = operands(problem, 5)
+    outs = []
+    for spoiled in (False, True):
+        if spoiled:
+            a_scale[7, -1] = 255
+            b_scale[64, 0] = 255
+        out = torch.full((33, 65), 7.0)
+        run(problem, a, in_place(a_scale), b, in_place(b_scale), out)
+        outs.append(out)
+    clean, out = outs
+    assert out[7].isnan().all() and out[:, 64].isnan().all() and not clean.isnan().any()
+    clean[7] = clean[:, 64] = float("nan")
+    assert torch.equal(clean.nan_to_num(3), out.nan_to_num(3))
+
+
+@needs_sim
+def test_no_bank_conflicts_and_lds():
+    report = check(problem_of(256, 256, 256), count_bank_conflicts=True)
+    counters = report.launches[0].counters
+    assert counters["lds_read_cycles"] == counters["lds_read_cycles_ideal"]
+
+
+def test_what_is_refused():
+    good = {"M": 64, "N": 64, "K": 64, "out_dtype": FP32}
+    assert why_unsupported(problem_of(**good), None, ARCH) is None
+    assert default_config(problem_of(**good), ARCH)[0] == CONFIG
+    for fields, why in (
+        ({"K": 63}, "K=63: a byte holds two codes"),
+        ({"activation": "swiglu"}, "swiglu is not"),
+        ({"preactivation_dtype": BF16}, "preactivation is not"),
+        ({"out_dtype": torch.float8_e4m3fn, "out_scaling": "1x32"}, "out:1x32 is not"),
+        ({"b_scaling": "tensor"}, "b is torch.uint8 with scales 'tensor'"),
+        ({"M": 2**31}, "M=2147483648"),
+    ):
+        assert why in refused(problem_of(**{**good, **fields}))
+    plain = GemmProblem(64, 64, 64, "TN", BF16, BF16, BF16)
+    assert "takes MXFP4" in refused(plain)
+    nn = GemmProblem(64, 64, 64, "NN", torch.uint8, torch.uint8, FP32, a_scaling="1x32", b_scaling="1x32")
+    assert "the gfx1250 kernel has TN" in refused(nn)
+    x = torch.zeros(64, 64, dtype=BF16)
+    with pytest.raises(NotImplementedError, match="takes MXFP4"):
+        amd.run(plain, None, ARCH, GemmTensors(x, x, x))
+
+
+@functools.cache
+def compiled(**fields):
+    return isa.compile_isa(problem_of(4096, 4096, 4096, **fields), None, ARCH)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"out_dtype": BF16, "bias_dtype": BF16, "activation": "gelu", "accumulate": True}],
+    ids=["plain", "epilogue"],
+)
+def test_what_the_compiler_makes_of_it(fields):
+    """Per iteration of two steps: 64 WMMA each, one tile of the data mover, one wait for one; nothing spilled or copied."""
+    kernel = compiled(**fields)
+    print(kernel)
+    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+    assert kernel.lds_bytes == LDS
+    loop = kernel.main_loop
+    assert (loop.k, loop.mfma, loop.loads_to_lds, loop.barriers) == (256, 128, 2, 2)
+    assert loop.waits.count("tensorcnt(1)") == 2 and all(wait in ("tensorcnt(1)", "dscnt(0)") for wait in loop.waits)
+    assert loop.lds_reads == {"ds_load_b128": 2 * 2 * 8 * 2, "ds_load_b32": 2 * 2 * 4}
+    assert (loop.loads, loop.stores, loop.copies, loop.lds_writes) == (0, 0, 0, {})
+
+
+def test_lds_is_what_the_stages_need():
+    assert (STAGE, PAGE) == (ROWS * 80, ROWS * 36)
+    assert LDS == 3 * 512 * 80 + 2 * 512 * 36 == 159744
