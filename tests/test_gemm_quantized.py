@@ -1,0 +1,271 @@
+"""fw.gemm of quantized operands, and its outputs beyond the product, against float64 on every backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fourwave as fw
+from fourwave.ops.gemm.problem import LAYOUTS
+from fourwave.quantize.tensor import FORMATS, QuantizedTensor
+from fourwave.testing import GemmCase, bounds
+from fourwave.testing.shapes import Shape, by_name
+from targets import Target
+
+BF16, FP32 = torch.bfloat16, torch.float32
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+FP8 = ("fp8_e4m3", "fp8_e5m2")
+MX = ("mxfp8_e4m3", "mxfp8_e5m2")
+
+
+def check(case: GemmCase, target: Target) -> None:
+    fnuz = target.backend == "sim:gfx942"
+    case = replace(case, fnuz=fnuz, transposed=target.backend == "hopper")
+    u_acc = bounds.U_FP32
+    if target.device == "cuda" and target.backend in ("native", "hopper") and case.problem.precision == "fp8":
+        u_acc = bounds.hopper_fp8_u_acc(case.shape.K, promote=True)
+    try:
+        result = case.run(target.backend, device=target.device, u_acc=u_acc)
+    except NotImplementedError as error:
+        if target.backend != "hopper":
+            raise
+        pytest.skip(str(error))
+    assert result.guards is None, f"{case}: {result.guards}"
+    assert result.ratio <= 1, f"{case}: {result.ratio:.3g} times the bound at {list(result.worst)}"
+
+
+@every_layout
+@pytest.mark.parametrize("a", FP8)
+@pytest.mark.parametrize("b", FP8)
+def test_one_scale_for_each_operand(target: Target, layout: str, a: str, b: str) -> None:
+    for shape in ("even", "tail all"):
+        check(GemmCase(by_name(shape), layout, a_format=a, b_format=b), target)
+
+
+@every_layout
+@pytest.mark.parametrize("a", MX)
+@pytest.mark.parametrize("b", MX)
+def test_mx(target: Target, layout: str, a: str, b: str) -> None:
+    for shape in ("even", "tail all"):
+        check(GemmCase(by_name(shape), layout, a_format=a, b_format=b), target)
+
+
+@every_layout
+@pytest.mark.parametrize("name", ["fp8_row", "mxfp8_e4m3"])
+@pytest.mark.parametrize("shape", ["M = 1", "N = 1", "K = 1", "odd K", "small"])
+def test_shapes(target: Target, layout: str, name: str, shape: str) -> None:
+    check(GemmCase(by_name(shape), layout, a_format=name, b_format=name), target)
+
+
+@every_layout
+@pytest.mark.parametrize("name", ["fp8_e4m3", "mxfp8_e4m3"])
+@pytest.mark.parametrize("view", ["sliced", "offset", "transposed"])
+def test_views(target: Target, layout: str, name: str, view: str) -> None:
+    case = GemmCase(by_name("tail all"), layout, a_format=name, b_format=name, a_view=view, b_view=view, out_view=view)
+    check(case, target)
+
+
+@every_layout
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "mxfp8_e4m3"])
+def test_epilogues(target: Target, layout: str, name: str) -> None:
+    formats: dict[str, Any] = {} if name == "bf16" else {"a_format": name, "b_format": name}
+    base = GemmCase(by_name("tail all"), layout, **formats)
+    check(replace(base, bias_dtype=BF16, activation="gelu", alpha=0.5, preactivation=FP32, out_view="offset"), target)
+    check(replace(base, bias_dtype=FP32, activation="relu", preactivation=BF16, accumulate=True), target)
+    # Scales of b where K is not contiguous come in chunks of 16, of which a half holds whole ones.
+    halves = replace(base, shape=Shape("halves", 77, 160 if name.startswith("mx") and layout != "TN" else 146, 203))
+    check(replace(halves, activation="swiglu", bias_dtype=FP32, preactivation=BF16, out_view="sliced"), target)
+    if layout == "NT":
+        check(replace(base, bias_grad=FP32, accumulate=True, out_dtype=FP32), target)
+        check(replace(base, bias_grad=BF16), target)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "mxfp8_e4m3"])
+@pytest.mark.parametrize("out_format", ["fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2"])
+def test_quantized_results(target: Target, name: str, out_format: str) -> None:
+    """The bits are those of fw.quantize of the float32 result."""
+    formats: dict[str, Any] = {} if name == "bf16" else {"a_format": name, "b_format": name}
+    base = GemmCase(by_name("tail all"), out_format=out_format, activation="silu", **formats)
+    check(base, target)
+    if out_format.startswith("mx"):
+        check(replace(base, out_direction="both", out_scale_rule="ceil", shape=by_name("even")), target)
+        check(
+            replace(base, out_direction="columnwise", activation="swiglu", shape=Shape("halves", 77, 146, 203)), target
+        )
+
+
+def exponents(rows: int, k: int, step: int) -> torch.Tensor:
+    """[rows, blocks of k], no two neighbours alike. Products with steps 1 and 4 span 15 bits: K = 512 of them fit in 24."""
+    return torch.arange(rows)[:, None] % 5 + torch.arange(-(-k // 32))[None, :] // step % 4
+
+
+def power_of_two_operand(rows: int, k: int, step: int, rowwise: bool, name: str, target: Target) -> QuantizedTensor:
+    """Ones, with a power of two as scale of each row and block (exponents)."""
+    fmt = FORMATS[name]
+    codes = torch.ones(rows, k).to(fmt.code_format().torch_dtype)
+    scale = (127 + exponents(rows, k, step)).to(torch.uint8)
+    if not rowwise:
+        codes, scale = codes.view(torch.uint8).mT.contiguous().view(codes.dtype), scale.mT.contiguous()
+    codes, scale = codes.to(target.device), scale.to(target.device).view(torch.float8_e8m0fnu)
+    if rowwise:
+        return QuantizedTensor(fmt, (rows, k), codes, scale)
+    return QuantizedTensor(fmt, (k, rows), None, None, codes, scale)
+
+
+@every_layout
+@pytest.mark.parametrize("name", MX)
+def test_sums_of_powers_of_two_are_exact(target: Target, layout: str, name: str) -> None:
+    """Each block adds 32 * 2^(e_a + e_b): a scale at a wrong row or block changes the sum, which is exact in float32."""
+    if target.backend == "hopper" and layout != "TN":
+        pytest.skip("hopper reads columnwise codes stored transposed: the cases above")
+    M, N, K = 48, 80, 512
+    a = power_of_two_operand(M, K, 1, layout != "NT", name, target)
+    b = power_of_two_operand(N, K, 4, layout == "TN", name, target)
+    trans_a, trans_b = layout == "NT", layout == "TN"
+    try:
+        out = fw.gemm(a, b, trans_a=trans_a, trans_b=trans_b, out_dtype=FP32, backend=target.backend)
+    except NotImplementedError as error:
+        if target.backend != "hopper":
+            raise
+        pytest.skip(str(error))
+    exact = 32 * (2.0 ** exponents(M, K, 1).double() @ (2.0 ** exponents(N, K, 4).double()).mT)
+    assert torch.equal(out.cpu().double(), exact)
+
+
+def test_a_nan_scale_spoils_its_row_only(target: Target) -> None:
+    a = power_of_two_operand(48, 96, 1, True, MX[0], target)
+    b = power_of_two_operand(40, 96, 4, True, MX[0], target)
+    assert a.scale is not None
+    scale = a.scale.view(torch.uint8).clone()
+    scale[5, 1] = 255
+    a = replace(a, scale=scale.view(torch.float8_e8m0fnu))
+    try:
+        out = fw.gemm(a, b, backend=target.backend)
+    except NotImplementedError as error:
+        if target.backend != "hopper":
+            raise
+        pytest.skip(str(error))
+    nan = out.isnan()
+    assert nan[5].all() and int(nan.sum()) == 40
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "mxfp8_e4m3"])
+def test_batch_invariance(target: Target, name: str) -> None:
+    """Row 0 (and the others) has the same bits for every number of rows."""
+    if target.backend == "native":
+        x = torch.ones(2, 8, device=target.device)
+        with pytest.raises(NotImplementedError, match="may depend on M"):
+            fw.gemm(x, x, batch_invariant=True, backend="native")
+        return
+    formats: dict[str, Any] = {} if name == "bf16" else {"a_format": name, "b_format": name}
+    fnuz = target.backend == "sim:gfx942"
+    a, b = GemmCase(Shape("rows", 257, 72, 1088), fnuz=fnuz, **formats).operands(target.device)
+
+    def rows(m: int) -> torch.Tensor | QuantizedTensor:
+        if not isinstance(a, QuantizedTensor):
+            return a[:m]
+        assert a.data is not None and a.scale is not None
+        scale = a.scale if a.scale.dim() == 0 else a.scale[:m]
+        return replace(a, shape=(m, a.shape[1]), data=a.data[:m], scale=scale)
+
+    try:
+        whole = fw.gemm(rows(257), b, batch_invariant=True, out_dtype=FP32, backend=target.backend)
+    except NotImplementedError as error:
+        if target.backend != "hopper":
+            raise
+        pytest.skip(str(error))
+    for m in (1, 2, 17, 33, 128):
+        part = fw.gemm(rows(m), b, batch_invariant=True, out_dtype=FP32, backend=target.backend)
+        assert torch.equal(part, whole[:m]), m
+
+
+# ---------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_what_is_missing_or_wrong_is_told() -> None:
+    x = torch.randn(64, 96)
+    row = fw.quantize(x, "mxfp8_e4m3")
+    both = fw.quantize(x, "mxfp8_e4m3", "both")
+    crossed = fw.quantize(x, "mxfp8_e4m3", "both", columnwise_transposed=True)
+    with pytest.raises(ValueError, match="no columnwise codes"):
+        fw.gemm(row, row, trans_a=True, trans_b=False)
+    with pytest.raises(ValueError, match="stored transposed"):
+        fw.gemm(both, crossed, trans_a=True, trans_b=False)
+    with pytest.raises(ValueError, match="swap the operands"):
+        fw.gemm(both, both, trans_a=True, trans_b=True)
+    with pytest.raises(ValueError, match=r"out_scale is the scale of a quantized output"):
+        fw.gemm(x, x, out_scale=torch.ones(()))
+    with pytest.raises(ValueError, match="needs out_scale"):
+        fw.gemm(x, x, out_format="fp8_e4m3")
+    with pytest.raises(ValueError, match="out_format is 'int8'"):
+        fw.gemm(x, x, out_format="int8")
+    with pytest.raises(ValueError, match="computed from the result"):
+        fw.gemm(x, x, out_format="mxfp8_e4m3", out_scale=torch.ones(()))
+    with pytest.raises(ValueError, match="leave out"):
+        fw.gemm(x, x, out_format="mxfp8_e4m3", out_dtype=FP32)
+    with pytest.raises(ValueError, match="needs trans_a=True"):
+        fw.gemm(x, x, bias_grad=torch.empty(64))
+    with pytest.raises(ValueError, match=r"bias_grad is \(95,\)"):
+        fw.gemm(x, x, trans_a=True, trans_b=False, bias_grad=torch.empty(95))
+    with pytest.raises(ValueError, match=r"preactivation is \(64, 63\)"):
+        fw.gemm(x, x, preactivation=torch.empty(64, 63))
+    with pytest.raises(ValueError, match="must be even"):
+        fw.gemm(x, x[:63], activation="swiglu")
+    out = torch.empty(64, 64)
+    with pytest.raises(ValueError, match="preactivation shares memory with out"):
+        fw.gemm(x, x, out=out, preactivation=out)
+    with pytest.raises(ValueError, match="without scales"):
+        fw.gemm(torch.zeros(4, 48, dtype=torch.uint8), row)
+    assert row.scale is not None
+    with pytest.raises(ValueError, match=r"a_scale is \(64, 2\)"):
+        fw.gemm(replace(row, scale=row.scale[:, :2].contiguous()), row)
+    with pytest.raises(ValueError, match=r"a_scale is torch\.float32"):
+        fw.gemm(replace(row, scale=torch.ones(64, 3)), row)
+    with pytest.raises(ValueError, match="quantized and an argument requires grad"):
+        fw.gemm(row, row, bias=torch.zeros(64, requires_grad=True))
+
+
+def test_swiglu_gradients_are_those_of_autograd(target: Target) -> None:
+    if target.backend == "hopper":
+        pytest.skip("hopper has no swiglu")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 32, generator=generator).to(target.device, BF16).requires_grad_()
+    w = torch.randn(48, 32, generator=generator).to(target.device, BF16).requires_grad_()
+    bias = torch.randn(48, generator=generator).to(target.device).requires_grad_()
+    grad = torch.randn(12, 24, generator=generator).to(target.device, BF16)
+    out = fw.gemm(x, w, bias=bias, activation="swiglu", backend=target.backend)
+    got = torch.autograd.grad(out, (x, w, bias), grad)
+    exact = [t.detach().double().requires_grad_() for t in (x, w, bias)]
+    z = exact[0] @ exact[1].mT + exact[2]
+    right = torch.autograd.grad(torch.nn.functional.silu(z[:, :24]) * z[:, 24:], exact, grad.double())
+    for one, other in zip(got, right, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=2e-2, atol=2e-2 * float(other.abs().max()))
+
+
+def test_quantized_calls_compile_whole_and_trace_as_one_operator() -> None:
+    x, w = torch.randn(24, 64), torch.randn(40, 64)
+
+    def step(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = fw.gemm(fw.quantize(x, "mxfp8_e4m3"), fw.quantize(w, "mxfp8_e4m3"), out_dtype=FP32)
+        z = torch.empty(x.shape[0], w.shape[0])
+        fw.gemm(x, w, activation="gelu", preactivation=z)
+        return y, z
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (24, 7):
+        for got, right in zip(compiled(x[:rows], w), step(x[:rows], w), strict=True):
+            assert torch.equal(got, right)
+
+
+def test_fake_tensors_have_the_shapes_of_real_ones() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, w = torch.randn(24, 64, dtype=BF16), torch.randn(40, 64, dtype=BF16)
+        q = fw.gemm(x, w, out_format="mxfp8_e4m3", out_direction="both", activation="swiglu")
+        assert q.shape == (24, 20) and q.data.shape == (24, 20) and q.columnwise_scale.shape == (1, 20)
+        y = fw.gemm(q, fw.quantize(torch.randn(8, 20), "mxfp8_e4m3"))
+        assert y.shape == (24, 8) and y.dtype == BF16
