@@ -10,6 +10,7 @@ import functools
 import pytest
 import torch
 
+import fourwave as fw
 from fourwave import sim
 from fourwave.ops.gemm import amd
 from fourwave.ops.gemm.config import default_config, why_unsupported
@@ -209,6 +210,20 @@ def test_no_bank_conflicts_and_lds():
     report = check(problem_of(256, 256, 256), count_bank_conflicts=True)
     counters = report.launches[0].counters
     assert counters["lds_read_cycles"] == counters["lds_read_cycles_ideal"]
+
+
+@needs_sim
+def test_backend():
+    """fw.gemm of quantized tensors; K ends within a block of scales."""
+    x, w = torch.randn(70, 200), torch.randn(90, 200)
+    a, b = fw.quantize(x, "mxfp4"), fw.quantize(w, "mxfp4")
+    out = fw.gemm(a, b, backend="sim:gfx1250", out_dtype=FP32)
+    left, right = (dequantized(t.data, t.scale.view(torch.uint8)) for t in (a, b))
+    assert_within(out, left @ right.T, gemm_bound(left, right, FP32))
+    told = fw.explain(a, b, backend="sim:gfx1250", out_dtype=FP32)
+    assert (told.backend, told.arch, told.config) == ("sim:gfx1250", ARCH, CONFIG)
+    with pytest.raises(NotImplementedError, match="takes MXFP4"):
+        fw.gemm(x, w, backend="sim:gfx1250")
 
 
 def test_what_is_refused():

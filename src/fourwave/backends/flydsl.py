@@ -157,5 +157,5 @@ def describe_amd_gemm(problem: GemmProblem, config: GemmConfig | None, arch: str
     reasons = ["config given by the caller"]
     if config is None:
         config, reasons = default_config(problem, arch)
-    kernel = {"gfx942": "ops/gemm/cdna3.py", "gfx950": "ops/gemm/cdna4.py"}[arch]
+    kernel = {"gfx942": "ops/gemm/cdna3.py", "gfx950": "ops/gemm/cdna4.py", "gfx1250": "ops/gemm/gfx1250.py"}[arch]
     return Description(kernel=kernel, arch=arch, config=config, reasons=list(reasons))

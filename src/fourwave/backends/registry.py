@@ -6,17 +6,16 @@ from fourwave.backends.base import Backend
 from fourwave.backends.flydsl import FlyDSLBackend
 from fourwave.backends.hopper import HopperBackend
 from fourwave.backends.native import NativeBackend
-from fourwave.backends.sim import SimBackend
+from fourwave.backends.sim import ARCHS, SimBackend
 
 _BACKENDS: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (FlyDSLBackend(), HopperBackend(), NativeBackend(), SimBackend("gfx942"), SimBackend("gfx950"))
+    backend.name: backend for backend in (FlyDSLBackend(), HopperBackend(), NativeBackend(), *map(SimBackend, ARCHS))
 }
 _ALIASES = {"sim": "sim:gfx950"}
 
 
 def names() -> list[str]:
-    """Names of all backends, aliases left out: "flydsl", "hopper", "native", "sim:gfx942", "sim:gfx950"."""
+    """Names of all backends, aliases left out: "flydsl", "hopper", "native", "sim:gfx942", "sim:gfx950", "sim:gfx1250"."""
     return list(_BACKENDS)
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fourwave.backends import guard
 from fourwave.backends.base import Backend, Description
-from fourwave.backends.flydsl import ARCHS, describe_amd_gemm, describe_amd_grouped_gemm, flydsl_missing
+from fourwave.backends.flydsl import describe_amd_gemm, describe_amd_grouped_gemm, flydsl_missing
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from fourwave.ops.grouped_gemm.config import GroupedConfig
     from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
     from fourwave.quantize.problem import QuantizeProblem, QuantizeTensors
+
+
+ARCHS = ("gfx942", "gfx950", "gfx1250")
 
 
 class SimBackend(Backend):

@@ -52,15 +52,6 @@ def build_launcher(spec: Specialisation):
     from fourwave.blocks.flydsl.epilogue import Epilogue
     from fourwave.blocks.flydsl.mma import FORMATS
 
-    if spec.arch == "gfx1250":
-        from fourwave.ops.gemm.gfx1250 import build
-    elif in_halves(spec.config, spec.problem.a_dtype.itemsize, spec.arch):
-        from fourwave.ops.gemm.cdna4_halves import build
-    elif spec.arch == "gfx950":
-        from fourwave.ops.gemm.cdna4 import build
-    else:
-        from fourwave.ops.gemm.cdna3 import build
-
     problem = spec.problem
     types = {torch.float32: fx.Float32, torch.bfloat16: fx.BFloat16, torch.float16: fx.Float16, None: None}
     types |= dict.fromkeys(FLOAT8, fx.Uint8)
@@ -82,7 +73,15 @@ def build_launcher(spec: Specialisation):
         spec.vectorised,
     )
     if spec.arch == "gfx1250":
-        return build(spec, epilogue)
+        from fourwave.ops.gemm import gfx1250
+
+        return gfx1250.build(spec, epilogue)
+    if in_halves(spec.config, spec.problem.a_dtype.itemsize, spec.arch):
+        from fourwave.ops.gemm.cdna4_halves import build
+    elif spec.arch == "gfx950":
+        from fourwave.ops.gemm.cdna4 import build
+    else:
+        from fourwave.ops.gemm.cdna3 import build
     if dequantizes(problem, spec.arch):
         a = b = "bfloat16"
     return build(spec, FORMATS[a, b], epilogue)

@@ -157,6 +157,10 @@ def candidates(arch: str, elem_bytes: int = 2) -> list[GemmConfig]:
 
 def candidates_for(problem: GemmProblem, arch: str) -> list[GemmConfig]:
     """The configurations that are compiled and tested for a problem's operands."""
+    if arch == "gfx1250":
+        from fourwave.ops.gemm.gfx1250_config import CONFIG
+
+        return [CONFIG]
     if dequantizes(problem, arch):
         return [GemmConfig(*sizes, mma=mma(2, arch)) for sizes in _CANDIDATES_DEQUANTIZED]
     configs = candidates(arch, multiplied_bytes(problem, arch))
