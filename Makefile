@@ -4,7 +4,8 @@
 #   make demo             sentence embeddings with every Linear through fw.gemm
 #   make test             all tests but the slow ones
 #   make test-slow        the slow ones only
-#   make test-all         both
+#   make test-exhaustive  what takes very long beside them
+#   make test-all         all three
 #   make witness          the simulator's matrix instructions against Triton's kernels: compiles and runs them all, writes the records
 #   make lint             ruff (rules and formatting) and mypy
 #   make format           let ruff rewrite what `make lint` would complain about
@@ -13,14 +14,14 @@
 #   make clean            remove .venv and caches
 
 PYTHON ?= python3
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist worksteal
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := $(VENV)/.installed
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: demo test test-slow test-all witness lint format env system-packages clean
+.PHONY: demo test test-slow test-exhaustive test-all witness lint format env system-packages clean
 
 demo: $(STAMP)
 	$(BIN)/fourwave demo
@@ -29,7 +30,10 @@ test: $(STAMP)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_ARGS)
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "slow and not exhaustive" $(PYTEST_ARGS)
+
+test-exhaustive: $(STAMP)
+	$(BIN)/python -m pytest -m exhaustive $(PYTEST_ARGS)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -216,7 +216,11 @@ def test_bench_sim_times_a_right_product_and_says_what_it_is(tmp_path):
 
 @needs_sim
 @pytest.mark.slow
-@pytest.mark.parametrize("subject", [["gemm", "--dtype", "all"], ["quantize"], ["grouped"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "subject",
+    [pytest.param(["gemm", "--dtype", "all"], marks=pytest.mark.exhaustive), ["quantize"], ["grouped"]],
+    ids=" ".join,
+)
 def test_check_passes_on_all(subject, tmp_path):
     path = tmp_path / "check.json"
     result = invoke("check", *subject, "--json", str(path))

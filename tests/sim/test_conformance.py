@@ -72,6 +72,7 @@ def test_unhandled_operations_are_listed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_record_is_what_the_tests_prove(tmp_path: Path) -> None:
     """Runs prove.py over the tests (minutes)."""
     path = tmp_path / "handled.json"
