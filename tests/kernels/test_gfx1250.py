@@ -6,6 +6,7 @@ Truth is float64 from the values of the codes times the scales; the bound is tha
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
@@ -218,7 +219,7 @@ def test_backend():
     x, w = torch.randn(70, 200), torch.randn(90, 200)
     a, b = fw.quantize(x, "mxfp4"), fw.quantize(w, "mxfp4")
     out = fw.gemm(a, b, backend="sim:gfx1250", out_dtype=FP32)
-    left, right = (dequantized(t.data, t.scale.view(torch.uint8)) for t in (a, b))
+    left, right = (t.dequantize(torch.float64) for t in (a, b))
     assert_within(out, left @ right.T, gemm_bound(left, right, FP32))
     told = fw.explain(a, b, backend="sim:gfx1250", out_dtype=FP32)
     assert (told.backend, told.arch, told.config) == ("sim:gfx1250", ARCH, CONFIG)
@@ -271,6 +272,75 @@ def test_what_the_compiler_makes_of_it(fields):
     assert (loop.loads, loop.stores, loop.copies, loop.lds_writes) == (0, 0, 0, {})
 
 
+@needs_sim
+@pytest.mark.slow
+def test_each_wait_barrier_and_copy_is_needed():
+    """But for two waits for LDS reads, which may leave one on its way: the last read is one of scales, whose page no one
+    overwrites in an even step, and no epilogue reaches."""
+    from fourwave.ops.gemm import gfx1250
+
+    problem = problem_of(256, 256, 2560, BF16, bias_dtype=FP32, accumulate=True)
+    a, a_scale, b, b_scale = operands(problem, 1)
+    out, bias = torch.randn(256, 256).to(BF16), torch.randn(256)
+    kinds = ("counter", "barrier", "copy")
+    harness = sim.Harness(choose=lambda fault: fault.name.startswith(kinds))
+    with sim.session(arch=ARCH, harness=harness, step_limit=10_000_000):
+        amd.run(problem, None, ARCH, GemmTensors(a, b, out, bias, a_scale=a_scale, b_scale=b_scale))
+    assert len(harness.outcomes) > 30
+    source = Path(gfx1250.__file__).read_text().splitlines()
+    survivors = [(outcome.fault[:18], source[outcome.line - 1].strip()) for outcome in harness.survivors]
+    assert survivors == [("counter one higher", "tdm.wait_lds()")] * 2
+
+
+def _next_stage(monkeypatch, kernel):
+    codes = kernel.wmma.Operand.codes
+    monkeypatch.setattr(kernel.wmma.Operand, "codes", lambda self, lds, start: codes(self, lds, start + STAGE))
+
+
+def _other_page(monkeypatch, kernel):
+    def eighth(self, group, stage):
+        strip = self._eighth
+        return strip.tile(256, strip.first_at + group * strip.per_group, stage, (group + 1) & 1)
+
+    monkeypatch.setattr(kernel.Bring, "eighth", eighth)
+
+
+def _half_stays(monkeypatch, kernel):
+    def eighth(self, group, stage):
+        strip = self._eighth
+        rows = kernel.select(self._first_group == 1, 256, 128)
+        return strip.tile(rows, strip.first_at + group * strip.per_group, stage, group & 1)
+
+    monkeypatch.setattr(kernel.Bring, "eighth", eighth)
+
+
+def _group_late(monkeypatch, kernel):
+    def eighth(self, group, stage):
+        strip = self._eighth
+        return strip.tile(256, strip.first_at + (group - 1) * strip.per_group, stage, group & 1)
+
+    monkeypatch.setattr(kernel.Bring, "eighth", eighth)
+
+
+@needs_sim
+@pytest.mark.parametrize("break_it", [None, _next_stage, _other_page, _half_stays, _group_late])
+def test_broken_kernels_are_seen(monkeypatch, break_it):
+    """Findings, or sums that are wrong: 20 steps, in which scales are brought twice."""
+    from fourwave.ops.gemm import gfx1250
+
+    monkeypatch.setattr(amd, "_compiled", {})
+    if break_it is not None:
+        break_it(monkeypatch, gfx1250)
+    problem = problem_of(256, 256, 2560)
+    if break_it is None:
+        check(problem)
+        return
+    with pytest.raises(AssertionError):
+        check(problem)
+
+
 def test_lds_is_what_the_stages_need():
     assert (STAGE, PAGE) == (ROWS * 80, ROWS * 36)
     assert LDS == 3 * 512 * 80 + 2 * 512 * 36 == 159744
+    short, long = (amd.specialise(problem_of(64, 64, K), CONFIG, ARCH) for K in (1024, 65536))
+    assert short == long, "one kernel for every K, and its LDS"

@@ -303,8 +303,9 @@ def store(acc, epi, arguments, lds, m0, n0, wave, lane):
         row0 = m0 + part * rows
         start = tdm.address(arguments.out) + (fx.Int64(row0) * stride + fx.Int64(n0)) * size
         rows_left = tdm.not_negative(arguments.M - row0)
-        tdm.wait_tiles(in_flight=0)  # the pass before has left LDS
-        keep_order()
+        if part > 0:
+            tdm.wait_tiles(in_flight=0)  # the pass before has left LDS
+            keep_order()
         if epi.accumulate:
             layout = tdm.layout(size, HALF * size, GAP)
             Tile.of(start, base + old, (rows, HALF), (rows_left, columns_left), stride, layout).load()
