@@ -63,7 +63,7 @@ def test_layouts(target: Target, layout: str) -> None:
     """Operands that are read across K. Sizes in whole chunks are read in place, others through copies."""
     for shape in (by_name("tail all"), Shape("chunks", 80, 144, 203)):
         for mix in MIXES:
-            check(case(target, shape, mix, layout=layout, out_dtype=FP32), target)
+            check(case(target, shape, (mix[0], mix[1]), layout=layout, out_dtype=FP32), target)
 
 
 @pytest.mark.parametrize("mix", MIXES)

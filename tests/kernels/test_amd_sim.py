@@ -28,7 +28,8 @@ def integers(*shape, seed, dtype=BF16):
 
 
 def operands(M, N, K, layout, seed=0, dtypes=(BF16, BF16)):
-    problem = GemmProblem(M, N, K, layout, *dtypes, FP32)
+    a_dtype, b_dtype = dtypes
+    problem = GemmProblem(M, N, K, layout, a_dtype, b_dtype, FP32)
     a = integers(*problem.a_shape, seed=seed, dtype=dtypes[0])
     return problem, a, integers(*problem.b_shape, seed=seed + 1, dtype=dtypes[1])
 

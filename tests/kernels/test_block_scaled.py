@@ -26,7 +26,8 @@ EACH = [(arch, index) for arch, count in CONFIGS.items() for index in range(coun
 
 
 def problem_of(M, N, K, layout, dtypes=(E4M3, E5M2)):
-    return GemmProblem(M, N, K, layout, *dtypes, FP32, a_scaling="1x32", b_scaling="1x32")
+    a, b = dtypes
+    return GemmProblem(M, N, K, layout, a, b, FP32, a_scaling="1x32", b_scaling="1x32")
 
 
 def config_of(arch, layout, index):

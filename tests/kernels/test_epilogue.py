@@ -8,6 +8,7 @@ guard bytes. Bias, activations, alpha and accumulation alone are in test_gemm_ba
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -60,9 +61,9 @@ class Call:
         problem = self.problem
         a, b = self.tensors.a.double(), self.tensors.b.double()
         a, b = a.mT if problem.trans_a else a, b.mT if problem.trans_b else b
-        if problem.a_scaling is not None:
+        if self.tensors.a_scale is not None:
             a = a * self.tensors.a_scale.double().reshape(-1, 1)
-        if problem.b_scaling is not None:
+        if self.tensors.b_scale is not None:
             b = b * self.tensors.b_scale.double().reshape(1, -1)
         return a, b
 
@@ -75,7 +76,7 @@ class Call:
             z = z + bias.double()
         # Four more roundings of the sum: the product of two scales, and what it multiplies.
         u_acc = U_FP32 * (self.problem.K + 5) / (self.problem.K + 1)
-        options = {"trans_b": False, "bias": bias, "alpha": alpha, "u_acc": u_acc}
+        options: dict[str, Any] = {"trans_b": False, "bias": bias, "alpha": alpha, "u_acc": u_acc}
         if (saved := self.tensors.preactivation) is not None:
             assert_within(saved, z, gemm_bound(a, b, saved.dtype, **options), f"preactivation of {self.problem}")
         activation = self.problem.activation
@@ -83,6 +84,7 @@ class Call:
         if self.addend is not None:
             exact = exact + self.addend.double()
         bound = gemm_bound(a, b, self.problem.out_dtype, activation=activation, addend=self.addend, **options)
+        assert self.tensors.out is not None
         assert_within(self.tensors.out, exact, bound, f"out of {self.problem}")
         if (grad := self.tensors.bias_grad) is not None:
             ones = torch.ones(self.problem.K, 1, dtype=torch.float64)
@@ -145,12 +147,12 @@ def run(
     return Call(problem, tensors, written, addend, grad_addend, notes)
 
 
-def eight_bit(arch: str, shape: Shape = SHAPE, layout: str = "TN", **changes: object) -> GemmProblem:
+def eight_bit(arch: str, shape: Shape = SHAPE, layout: str = "TN", **changes: Any) -> GemmProblem:
     a, b = FLOAT8[arch]
     return replace(GemmProblem(shape.M, shape.N, shape.K, layout, a, b, BF16), **changes)  # type: ignore[arg-type]
 
 
-def plain(shape: Shape = SHAPE, layout: str = "TN", **changes: object) -> GemmProblem:
+def plain(shape: Shape = SHAPE, layout: str = "TN", **changes: Any) -> GemmProblem:
     return replace(GemmProblem(shape.M, shape.N, shape.K, layout, BF16, BF16, BF16), **changes)  # type: ignore[arg-type]
 
 
@@ -166,7 +168,7 @@ def test_scales(arch: str, scaling: tuple[str, str]) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_scales_with_everything_else(arch: str) -> None:
     """Scales come before the bias and the activation; the addend is not scaled."""
-    scaling = {"a_scaling": "row", "b_scaling": "row"}
+    scaling: dict[str, Any] = {"a_scaling": "row", "b_scaling": "row"}
     call = eight_bit(arch, bias_dtype=FP32, activation="gelu", out_dtype=FP32, accumulate=True, **scaling)
     run(arch, call, alpha=-1.5).check()
     run(arch, eight_bit(arch, ODD, bias_dtype=BF16, activation="silu", **scaling), views="sliced").check()
@@ -206,7 +208,12 @@ def test_a_nan_scale_makes_its_row_nan_and_no_other(arch: str) -> None:
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_preactivation(arch: str, dtype: torch.dtype, layout: str) -> None:
-    options = {"layout": layout, "preactivation_dtype": dtype, "activation": "gelu_tanh", "bias_dtype": FP32}
+    options: dict[str, Any] = {
+        "layout": layout,
+        "preactivation_dtype": dtype,
+        "activation": "gelu_tanh",
+        "bias_dtype": FP32,
+    }
     for shape in (SHAPE, ODD):
         run(arch, plain(shape, **options)).check()
 
@@ -214,7 +221,7 @@ def test_preactivation(arch: str, dtype: torch.dtype, layout: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_preactivation_with_everything_else(arch: str) -> None:
     """Saved before the activation, without the addend, scales and alpha included; out wider or narrower than it."""
-    options = {"preactivation_dtype": BF16, "activation": "silu", "out_dtype": FP32, "accumulate": True}
+    options: dict[str, Any] = {"preactivation_dtype": BF16, "activation": "silu", "out_dtype": FP32, "accumulate": True}
     run(arch, eight_bit(arch, a_scaling="row", b_scaling="tensor", bias_dtype=BF16, **options), alpha=-2.5).check()
     options |= {"preactivation_dtype": FP32, "out_dtype": FP16}
     run(arch, plain(activation=None, **{k: v for k, v in options.items() if k != "activation"})).check()
@@ -239,7 +246,7 @@ def test_bias_grad(arch: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_bias_grad_with_everything_else(arch: str) -> None:
     """alpha and b's scale are not in it; a's scale is, and what bias_grad held where the call accumulates."""
-    options = {"layout": "NT", "bias_grad_dtype": FP32, "out_dtype": FP32, "accumulate": True}
+    options: dict[str, Any] = {"layout": "NT", "bias_grad_dtype": FP32, "out_dtype": FP32, "accumulate": True}
     for scaling in ("tensor", "row"):
         run(arch, plain(a_scaling=scaling, b_scaling="row", **options), alpha=-2.5).check()
     run(arch, plain(preactivation_dtype=BF16, activation="relu", bias_dtype=FP32, **options)).check()
@@ -262,7 +269,7 @@ def test_bias_grad_of_every_tile(arch: str, index: int) -> None:
 def test_bias_grad_of_8_bit_operands(arch: str, mix: tuple[int, int]) -> None:
     """The ones that a is multiplied by are in b's format."""
     a, b = (FLOAT8[arch][i] for i in mix)
-    scaling = {"a_scaling": "row", "b_scaling": "row"}
+    scaling: dict[str, Any] = {"a_scaling": "row", "b_scaling": "row"}
     run(arch, eight_bit(arch, ODD, "NT", a_dtype=a, b_dtype=b, bias_grad_dtype=FP32, **scaling)).check()
 
 
@@ -311,7 +318,12 @@ def check_quantized(case: GemmCase, arch: str, config: GemmConfig) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_quantized_output(arch: str, out_format: str, direction: str, rule: str, layout: str) -> None:
     for shape in (SHAPE, ODD):
-        options = {"out_format": out_format, "out_direction": direction, "out_scale_rule": rule, "layout": layout}
+        options: dict[str, Any] = {
+            "out_format": out_format,
+            "out_direction": direction,
+            "out_scale_rule": rule,
+            "layout": layout,
+        }
         case = GemmCase(shape, **options, bias_dtype=FP32, activation="relu")  # type: ignore[arg-type]
         check_quantized(case, arch, candidates(arch)[2])
 
@@ -352,7 +364,7 @@ def test_quantized_output_writes_every_code_and_nothing_else(arch: str, shape: S
     for name, (size, kind) in sizes.items():
         poison = torch.full(size, 0xA6, dtype=torch.uint8) if kind.itemsize == 1 else torch.full(size, float("nan"))
         written[name] = buffers.poisoned(*size, torch.uint8 if kind.itemsize == 1 else kind, addend=poison)
-    given = {name: buffer.tensor.view(sizes[name][1]) for name, buffer in written.items()}
+    given: Any = {name: buffer.tensor.view(sizes[name][1]) for name, buffer in written.items()}
     plain_out = torch.full((shape.M, shape.N), float("nan"))
     with sim.session(arch=arch, on_finding="raise"):
         amd.run(problem, candidates(arch)[2], arch, GemmTensors(a, b, **given))
@@ -437,7 +449,7 @@ def test_swiglu_of_every_tile(arch: str, index: int) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_swiglu_with_everything_else(arch: str) -> None:
     shape = Shape("", 77, 304, 208)
-    options = {"activation": "swiglu", "bias_dtype": BF16, "alpha": -0.5}
+    options: dict[str, Any] = {"activation": "swiglu", "bias_dtype": BF16, "alpha": -0.5}
     config = candidates(arch)[1]
     check_quantized(GemmCase(shape, out_dtype=FP32, accumulate=True, **options), arch, config)  # type: ignore[arg-type]
     quantized = {"out_format": "mxfp8_e4m3", "out_direction": "both"}

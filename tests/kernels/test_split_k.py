@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ LAYOUTS = ("TN", "NN", "NT")
 
 
 def check(case: GemmCase, arch: str, **changes: int) -> None:
-    config = replace(candidates_for(case.problem, arch)[2], **changes)
+    config = replace(candidates_for(case.problem, arch)[2], **changes)  # type: ignore[arg-type]
     result = case.run(f"sim:{arch}", config=config)
     assert result.passed, f"{case}, {config}: {result}"
 
@@ -62,7 +63,7 @@ def test_split_k_is_one_fixed_sum(arch: str) -> None:
     assert torch.equal(split, run(problem, a, b, 4, schedule="reverse", completion="early"))
     steps = -(-problem.K // 64)
     each = -(-steps // 4) * 64
-    total = None
+    total: Any = None
     for first in range(0, problem.K, each):
         part_a, part_b = a[:, first : first + each].contiguous(), b[:, first : first + each].contiguous()
         part = run(replace(problem, K=part_a.shape[1]), part_a, part_b, 1)
@@ -94,9 +95,9 @@ def test_batch_invariance(arch: str, kind: str) -> None:
         dtypes = FLOAT8[arch] if kind == "fp8" else FLOAT8["gfx950"]
     rows = []
     for m in ROWS:
+        scaling: dict[str, Any] = {"a_scaling": "1x32", "b_scaling": "1x32"} if kind == "mxfp8" else {}
         problem = GemmProblem(
-            m, n, k, "TN", *dtypes, FP32, bias_dtype=FP32, activation="gelu_tanh", batch_invariant=True,
-            **({"a_scaling": "1x32", "b_scaling": "1x32"} if kind == "mxfp8" else {}),
+            m, n, k, "TN", *dtypes, FP32, bias_dtype=FP32, activation="gelu_tanh", batch_invariant=True, **scaling
         )  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         first, b, bias = (torch.randn(*size, generator=generator) for size in ((1, k), (n, k), (n,)))

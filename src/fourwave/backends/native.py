@@ -239,7 +239,7 @@ def why_no_scaled_mm(problem: GemmProblem, tensors: GemmTensors | None = None) -
 def _scaled_mm(problem: GemmProblem, tensors: GemmTensors) -> torch.Tensor:
     assert tensors.a_scale is not None and tensors.b_scale is not None
     # cuBLASLt refuses a scale that is not 16-byte aligned, as one out of a vector of scales; a copy is.
-    scales = [t if t.data_ptr() % 16 == 0 else t.clone() for t in (tensors.a_scale, tensors.b_scale)]
+    a_scale, b_scale = (t if t.data_ptr() % 16 == 0 else t.clone() for t in (tensors.a_scale, tensors.b_scale))
     return torch._scaled_mm(
-        tensors.a, tensors.b.mT, *scales, out_dtype=torch.float32, use_fast_accum=problem.fast_accum,
+        tensors.a, tensors.b.mT, a_scale, b_scale, out_dtype=torch.float32, use_fast_accum=problem.fast_accum
     )  # fmt: skip

@@ -53,7 +53,7 @@ class Planned:
         """(kernel, config, matrix instruction) in words."""
         if isinstance(self.case, GemmCase):
             told = describe_amd_gemm(self.case.problem, self.config, arch)
-            assert told.config is not None, "the case is not empty"
+            assert isinstance(told.config, GemmConfig), "the case is not empty"
             return told.kernel, short(told.config), told.config.mma
         if isinstance(self.case, QuantizeCase):
             return "quantize/cdna.py", "", ""

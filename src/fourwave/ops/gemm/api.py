@@ -270,7 +270,7 @@ def _nd(t: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
 def _call(args: Arguments) -> Tensor:
     if args.config is not None or args.backend is not None:
         check_choice(args.config, args.backend)
-    tensors = args[:NUM_TENSORS]
+    tensors: tuple[Any, ...] = args[:NUM_TENSORS]
     if not _needs_operator(tensors):
         return execute(args)
     a, b, out, bias = tensors[:4]

@@ -227,7 +227,7 @@ def _default_config(problem, arch):
     if tuned is not None:
         if (why := _why_config_unsupported(problem, tuned, arch)) is None:
             return tuned, (f"tuned for {tuned_cdna.key(problem, arch)}", *_reasons(problem, tuned, arch))
-        refused_tuned = (f"not what was tuned for {tuned_cdna.key(problem, arch)}, {tuned}: {why}",)
+        refused_tuned: tuple[str, ...] = (f"not what was tuned for {tuned_cdna.key(problem, arch)}, {tuned}: {why}",)
     else:
         refused_tuned = ()
     configs = candidates_for(problem, arch)
@@ -343,7 +343,7 @@ def operand_tiles(
     def tile(extent, waves, k_contiguous, is_b):
         fragments = extent // waves // 16
         if k_contiguous:
-            groups = (2, 1) if is_b else (1,)
+            groups: tuple[int, ...] = (2, 1) if is_b else (1,)
         elif elem_bytes == 4:
             groups = (2, 1)  # 8 bytes: a line's read fills the banks of gfx942
         else:

@@ -44,7 +44,8 @@ def execute(args: Arguments) -> Tensor:
     plan = None if token is None else _plans.get(token)
     if plan is None or args.a.is_neg() or args.b.is_neg() or _logger.isEnabledFor(logging.DEBUG):
         return _execute(args, spec, token)
-    a, b, out, bias, a_scale, b_scale, preactivation, bias_grad, *rest = args[:NUM_TENSORS]
+    given: tuple[Any, ...] = args[:NUM_TENSORS]
+    a, b, out, bias, a_scale, b_scale, preactivation, bias_grad, *rest = given
     assert a is not None and b is not None
     if bias is not None and bias.is_neg():
         return _execute(args, spec, token)
@@ -70,7 +71,8 @@ def execute(args: Arguments) -> Tensor:
 def _token(spec: str, args: Arguments) -> Any:
     """What a plan is kept under, or None for arguments that will be refused."""
     key: list[Any] = [spec, args[NUM_TENSORS + 1 :]]
-    for t in args[:NUM_TENSORS]:
+    tensors: tuple[Any, ...] = args[:NUM_TENSORS]
+    for t in tensors:
         if t is None:
             key.append(None)
         elif t.layout is torch.strided:

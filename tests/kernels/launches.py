@@ -1,0 +1,76 @@
+"""Launches of the AMD GEMM kernels inside a session of one's own: what fw.gemm does, without its backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fourwave.ops.gemm import amd
+from fourwave.ops.gemm.api import _arguments
+from fourwave.ops.gemm.check import check
+from fourwave.ops.gemm.config import GemmConfig, candidates_for, default_config
+from fourwave.ops.gemm.problem import LAYOUTS
+from fourwave.testing import GemmCase
+from fourwave.testing.shapes import Shape
+
+OPERANDS: dict[str, dict[str, Any]] = {
+    "bf16": {"dtype": torch.bfloat16},
+    "fp32": {"dtype": torch.float32},
+    "fp8": {"a_format": "fp8_row", "b_format": "fp8_row"},
+    "mxfp8": {"a_format": "mxfp8_e4m3", "b_format": "mxfp8_e5m2"},
+    "blocks": {"a_format": "fp8_1x128", "b_format": "fp8_128x128"},
+}
+
+
+def case_of(arch: str, precision: str, layout: str, shape: Shape) -> GemmCase:
+    return GemmCase(
+        shape, layout, out_dtype=torch.float32, seed=3, fnuz=arch == "gfx942", **OPERANDS[precision]
+    )  # fmt: skip
+
+
+def kernels(arch: str) -> Iterator[tuple[str, str, GemmConfig]]:
+    """(precision, layout, config) of every GEMM kernel that arch has."""
+    for precision in OPERANDS:
+        for layout in LAYOUTS if precision != "blocks" else LAYOUTS[:1]:
+            for config in candidates_for(case_of(arch, precision, layout, Shape("any", 256, 256, 1024)).problem, arch):
+                yield precision, layout, config
+
+
+def pipeline(config: GemmConfig) -> Shape:
+    """Two tiles in M, one in N, more K steps than there are stages; tails in all three where the tile is small."""
+    cut = 0 if config.tile_m >= 128 else 5
+    rows = config.tile_m if config.tile_m >= 128 else 2 * config.tile_m
+    return Shape("pipeline", rows - cut, config.tile_n - cut, 6 * config.tile_k - 3 * cut)
+
+
+def launch(case: GemmCase, arch: str, config: GemmConfig | None = None) -> torch.Tensor:
+    """The case's product, float32; call it inside sim.session(arch, ...)."""
+    a, b = case.operands()
+    out = torch.full((case.shape.M, case.shape.N), float("nan"))
+    arguments = dict.fromkeys(
+        (
+            "bias",
+            "activation",
+            "out_dtype",
+            "preactivation",
+            "bias_grad",
+            "out_format",
+            "out_scale",
+            "config",
+            "backend",
+        )
+    )
+    args, _ = _arguments(
+        a=a, b=b, trans_a=case.layout == "NT", trans_b=case.layout == "TN", alpha=1.0, accumulate=False, out=out,
+        out_direction="rowwise", out_scale_rule="floor", batch_invariant=case.batch_invariant, fast_accum=False,
+        **arguments,
+    )  # fmt: skip
+    problem, tensors, _, _ = check(args)
+    amd.run(problem, config or default_config(problem, arch)[0], arch, tensors)
+    return out
+
+
+__all__ = ["OPERANDS", "case_of", "kernels", "launch", "pipeline", "replace"]
