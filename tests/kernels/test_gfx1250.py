@@ -30,9 +30,9 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=torch.float64)
 
 
-def problem_of(M, N, K, out_dtype=FP32, **fields):
+def problem_of(M, N, K, out_dtype=FP32, layout="TN", **fields):
     scaled = {"a_scaling": "1x32", "b_scaling": "1x32"}
-    return GemmProblem(M, N, K, "TN", torch.uint8, torch.uint8, out_dtype, **{**scaled, **fields})
+    return GemmProblem(M, N, K, layout, torch.uint8, torch.uint8, out_dtype, **{**scaled, **fields})
 
 
 def values(codes):
@@ -54,17 +54,33 @@ def in_place(tensor):
     return view.copy_(tensor)
 
 
+def turned(codes, scale, K):
+    """What is [rows, K] as it is stored where k is not contiguous: [K, rows], two rows in a byte; [K / 32, rows]."""
+    nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(1).T[:K]
+    return (nibbles[:, ::2] | nibbles[:, 1::2] << 4).contiguous(), scale.T.contiguous()
+
+
+def stored(problem, a, a_scale, b, b_scale):
+    return [
+        *(turned(a, a_scale, problem.K) if problem.layout == "NT" else (a, a_scale)),
+        *(turned(b, b_scale, problem.K) if problem.layout != "TN" else (b, b_scale)),
+    ]
+
+
 def operands(problem, seed):
     generator = torch.Generator().manual_seed(seed)
     result = []
     for rows in (problem.M, problem.N):
-        codes = torch.randint(0, 256, (rows, problem.K // 2), generator=generator).to(torch.uint8)
+        codes = torch.randint(0, 256, (rows, -(-problem.K // 2)), generator=generator).to(torch.uint8)
+        if problem.K % 2:
+            codes[:, -1] &= 15
         scale = torch.randint(121, 134, (rows, -(-problem.K // 32)), generator=generator).to(torch.uint8)
         result += [codes, scale]
     return result
 
 
-def run(problem, a, a_scale, b, b_scale, out, bias=None, alpha=1.0, **options):
+def run(problem, given, out, bias=None, alpha=1.0, **options):
+    a, a_scale, b, b_scale = given
     with sim.session(arch=ARCH, **options) as report:
         notes = amd.run(problem, None, ARCH, GemmTensors(a, b, out, bias, alpha, a_scale=a_scale, b_scale=b_scale))
     assert not report.findings, report.findings
@@ -81,9 +97,7 @@ def check(problem, seed=0, alpha=1.0, layout="sliced", **options):
         addend = (torch.randn(problem.M, problem.N, generator=generator) * 64).to(problem.out_dtype)
     target = poisoned(problem.M, problem.N, problem.out_dtype, layout=layout, addend=addend)
     out = target.tensor
-    notes, report = run(
-        problem, in_place(a), in_place(a_scale), in_place(b), in_place(b_scale), out, bias, alpha, **options
-    )
+    notes, report = run(problem, map(in_place, stored(problem, a, a_scale, b, b_scale)), out, bias, alpha, **options)
     assert notes == []
     exact, bound = gemm_bound_of(problem, dequantized(a, a_scale), dequantized(b, b_scale), bias, alpha, addend)
     assert_within(out, exact, bound)
@@ -132,6 +146,18 @@ def test_shapes(M, N, K):
 
 
 @needs_sim
+@pytest.mark.parametrize("layout", ["NN", "NT"])
+@pytest.mark.parametrize(("M", "N", "K"), [(256, 256, 128), (2, 130, 1088), (300, 270, 2308), (256, 512, 3072)])
+def test_k_is_not_contiguous(layout, M, N, K):
+    check(problem_of(M, N, K, layout=layout), seed=K)
+
+
+@needs_sim
+def test_odd_k():
+    check(problem_of(64, 66, 161, layout="NT"))
+
+
+@needs_sim
 @pytest.mark.parametrize("options", [{"completion": "early"}, {"completion": "random"}, {"schedule": "reverse"}])
 def test_order_does_not_matter(options):
     check(problem_of(257, 256, 2592), **options)
@@ -155,7 +181,8 @@ def test_epilogue(out_dtype, bias_dtype, activation, accumulate, alpha):
 
 
 @needs_sim
-def test_sums_of_scales_are_exact():
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+def test_sums_of_scales_are_exact(layout):
     """Ones, with a power of two of its own for each row and block of K: every sum is exact, and a scale taken from another
     row or block changes it."""
     M = N = 256
@@ -166,24 +193,26 @@ def test_sums_of_scales_are_exact():
     expected = 32 * (2.0 ** rows_a.double() @ 2.0 ** rows_b.double().T)
     ones = torch.full((M, K // 2), 0x22, dtype=torch.uint8)
     out = torch.full((M, N), float("nan"))
-    problem = problem_of(M, N, K)
+    problem = problem_of(M, N, K, layout=layout)
     scales = [(rows + 127).to(torch.uint8) for rows in (rows_a, rows_b)]
-    notes, _ = run(problem, ones, scales[0], ones, scales[1], out)
+    notes, _ = run(problem, stored(problem, ones, scales[0], ones, scales[1]), out)
     assert notes == []
     assert torch.equal(out.double(), expected)
 
 
 @needs_sim
-def test_codes_meet_their_own():
+@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+def test_codes_meet_their_own(layout):
     """One code that is not zero in each row of a, at a k of its own: row m of out is column k of b's values."""
     M, N, K = 256, 256, 1024
-    problem = problem_of(M, N, K)
+    problem = problem_of(M, N, K, layout=layout)
     _, _, b, b_scale = operands(problem, 3)
     k = (torch.arange(M) * 37 + 5) % K
     a = torch.zeros((M, K // 2), dtype=torch.uint8)
     a[torch.arange(M), k // 2] = (2 << (k % 2 * 4)).to(torch.uint8)
     out = torch.full((M, N), float("nan"))
-    run(problem, a, torch.full((M, K // 32), 127, dtype=torch.uint8), b, b_scale, out)
+    a_scale = torch.full((M, K // 32), 127, dtype=torch.uint8)
+    run(problem, stored(problem, a, a_scale, b, b_scale), out)
     assert torch.equal(out.double(), dequantized(b, b_scale)[:, k].T)
 
 
@@ -198,7 +227,7 @@ def test_nan_scales():
             a_scale[7, -1] = 255
             b_scale[64, 0] = 255
         out = torch.full((33, 65), 7.0)
-        run(problem, a, in_place(a_scale), b, in_place(b_scale), out)
+        run(problem, (a, in_place(a_scale), b, in_place(b_scale)), out)
         outs.append(out)
     clean, out = outs
     assert out[7].isnan().all() and out[:, 64].isnan().all() and not clean.isnan().any()
@@ -227,12 +256,26 @@ def test_backend():
         fw.gemm(x, w, backend="sim:gfx1250")
 
 
+@needs_sim
+def test_gradients_by_the_backend():
+    """dout @ w and dout.T @ x of tensors quantized along what is summed, as PyTorch multiplies their values."""
+    dout, w, x = (
+        fw.quantize(torch.randn(*size), "mxfp4", direction="both") for size in ((96, 64), (64, 160), (96, 160))
+    )
+    for b, trans_a in ((w, False), (x, True)):
+        ours, theirs = (
+            fw.gemm(dout, b, trans_a=trans_a, trans_b=False, backend=name, out_dtype=FP32)
+            for name in ("sim:gfx1250", "native")
+        )
+        assert_within(ours, theirs.double(), torch.full_like(theirs, 96 * 2.0**-22).double() * theirs.abs().max())
+
+
 def test_what_is_refused():
     good = {"M": 64, "N": 64, "K": 64, "out_dtype": FP32}
     assert why_unsupported(problem_of(**good), None, ARCH) is None
     assert default_config(problem_of(**good), ARCH)[0] == CONFIG
     for fields, why in (
-        ({"K": 63}, "K=63: a byte holds two codes"),
+        ({"K": 63}, "K=63: rows of a are packed, two codes in a byte"),
         ({"activation": "swiglu"}, "swiglu is not"),
         ({"preactivation_dtype": BF16}, "preactivation is not"),
         ({"out_dtype": torch.float8_e4m3fn, "out_scaling": "1x32"}, "out:1x32 is not"),
@@ -242,8 +285,14 @@ def test_what_is_refused():
         assert why in refused(problem_of(**{**good, **fields}))
     plain = GemmProblem(64, 64, 64, "TN", BF16, BF16, BF16)
     assert "takes MXFP4" in refused(plain)
-    nn = GemmProblem(64, 64, 64, "NN", torch.uint8, torch.uint8, FP32, a_scaling="1x32", b_scaling="1x32")
-    assert "the gfx1250 kernel has TN" in refused(nn)
+    for sizes, layout, why in (
+        ((64, 63, 64), "NN", "N=63: rows of b are packed"),
+        ((63, 64, 63), "NT", "M=63: rows of a are packed"),
+        ((64, 64, 63), "NN", "K=63: rows of a are packed"),
+    ):
+        assert why in refused(problem_of(*sizes, layout=layout))
+    assert not refused(problem_of(63, 64, 64, layout="NN"))
+    assert not refused(problem_of(64, 64, 63, layout="NT"))
     x = torch.zeros(64, 64, dtype=BF16)
     with pytest.raises(NotImplementedError, match="takes MXFP4"):
         amd.run(plain, None, ARCH, GemmTensors(x, x, x))
@@ -300,7 +349,7 @@ def _next_stage(monkeypatch, kernel):
 def _other_page(monkeypatch, kernel):
     def eighth(self, group, stage):
         strip = self._eighth
-        return strip.tile(256, strip.first_at + group * strip.per_group, stage, (group + 1) & 1)
+        return strip.tile(strip.first_at + group * strip.per_group, stage, (group + 1) & 1)
 
     monkeypatch.setattr(kernel.Bring, "eighth", eighth)
 
@@ -308,8 +357,8 @@ def _other_page(monkeypatch, kernel):
 def _half_stays(monkeypatch, kernel):
     def eighth(self, group, stage):
         strip = self._eighth
-        rows = kernel.select(self._first_group == 1, 256, 128)
-        return strip.tile(rows, strip.first_at + group * strip.per_group, stage, group & 1)
+        half = self._half.otherwise(self._first_group == 0, strip)
+        return half.tile(strip.first_at + group * strip.per_group, stage, group & 1)
 
     monkeypatch.setattr(kernel.Bring, "eighth", eighth)
 
@@ -317,7 +366,7 @@ def _half_stays(monkeypatch, kernel):
 def _group_late(monkeypatch, kernel):
     def eighth(self, group, stage):
         strip = self._eighth
-        return strip.tile(256, strip.first_at + (group - 1) * strip.per_group, stage, group & 1)
+        return strip.tile(strip.first_at + (group - 1) * strip.per_group, stage, group & 1)
 
     monkeypatch.setattr(kernel.Bring, "eighth", eighth)
 
@@ -337,6 +386,18 @@ def test_broken_kernels_are_seen(monkeypatch, break_it):
         return
     with pytest.raises(AssertionError):
         check(problem)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "turned_operands"), [("NN", 1), ("NT", 2)])
+def test_what_the_compiler_makes_of_turned_operands(layout, turned_operands):
+    kernel = compiled(layout=layout)
+    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes, kernel.lds_bytes) == (0, 0, 0, LDS)
+    loop = kernel.main_loop
+    assert (loop.k, loop.mfma, loop.loads_to_lds, loop.barriers) == (256, 128, 2, 2)
+    assert loop.waits.count("tensorcnt(1)") == 2 and loop.copies == 0
+    assert loop.lds_reads["ds_load_tr4_b64"] == 64 * turned_operands
+    assert loop.lds_reads["ds_load_u8"] == 32 * turned_operands
 
 
 def test_lds_is_what_the_stages_need():

@@ -16,7 +16,7 @@ from flydsl._mlir.dialects import rocdl as _rocdl
 from flydsl.expr.meta import dsl_loc_tracing
 from flydsl.expr.typing import as_ir_value
 
-from fourwave.blocks.flydsl.memory import lds_read, vector_type
+from fourwave.blocks.flydsl.memory import _lds_address, lds_read, vector_type
 
 WAVE = 32
 MMA_M = MMA_N = 16
@@ -32,29 +32,73 @@ def _attribute(text):
 
 
 class Operand:
-    """Reads a wave's fragments of one operand, and their scales, from LDS."""
+    """Reads a wave's fragments of one operand, and their scales, from LDS, where k is contiguous in both.
 
-    def __init__(self, first_row, fragments, row_pitch, scale_pitch, lane):
-        """first_row (Int32): the wave's first. *_pitch: bytes from one row to the next; fragments is even."""
-        self.fragments, self.row_pitch, self.scale_pitch = fragments, row_pitch, scale_pitch
-        self._codes = (first_row + lane % MMA_M) * row_pitch + (lane // MMA_M) * CHUNK_BYTES
-        self._scales = (first_row + lane) * scale_pitch
+    codes_at, scales_at   byte offsets of the operand in a tile and in a page; *_pitch: bytes from one row to the next
+    first_row (Int32)     the wave's first; fragments is even
+    """
+
+    def __init__(self, first_row, fragments, codes_at, code_pitch, scales_at, scale_pitch, lane):
+        self.fragments, self.code_pitch, self.scale_pitch = fragments, code_pitch, scale_pitch
+        self._codes = codes_at + (first_row + lane % MMA_M) * code_pitch + (lane // MMA_M) * CHUNK_BYTES
+        self._scales = scales_at + (first_row + lane) * scale_pitch
 
     def codes(self, lds, start):
-        """start (Int32): byte offset in LDS of the tile's first row."""
+        """start (Int32): byte offset of the tile in LDS."""
         out = []
         for i in range(self.fragments):
-            at = start + self._codes + i * MMA_M * self.row_pitch
+            at = start + self._codes + i * MMA_M * self.code_pitch
             low, high = (lds_read(lds, at + 2 * CHUNK_BYTES * j, 4, fx.Int32) for j in range(2))
             out.append(low.shuffle(high, list(range(8))))
         return out
 
-    def scales(self, lds, start):
-        """start (Int32): byte offset in LDS of the first row's four scales. One Vector of one for each two fragments."""
-        return [
-            lds_read(lds, start + self._scales + i * MMA_M * self.scale_pitch, 1, fx.Int32)
-            for i in range(0, self.fragments, 2)
-        ]
+    def scales(self, lds, page, tile):
+        """page (Int32): byte offset in LDS; tile (Int32): which of the page's. A Vector of one for each two fragments."""
+        start = page + self._scales + tile * BLOCKS
+        return [lds_read(lds, start + i * MMA_M * self.scale_pitch, 1, fx.Int32) for i in range(0, self.fragments, 2)]
+
+
+class TurnedOperand:
+    """As Operand, where M or N is contiguous in LDS: each k has a row of codes, each 32 of them a row of scales.
+
+    ds_load_tr4_b64 gives lane l column l % 16 of 16 rows: element e comes from the row that lane
+    16 * (e // 8) + 8 * (l // 16) + e % 8 points at (ROCm/rocm-systems, emulation/rocjitsu, ds_transpose.h; confirmed by Triton's
+    kernels, tests/sim/test_transpose_triton.py). So lane f points at row 32 * (f // 8 % 2) + 8 * (f // 16) + f % 8, and the next
+    16 k and the next 64 lie as many rows further on.
+    """
+
+    def __init__(self, first_row, fragments, codes_at, code_pitch, scales_at, scale_pitch, lane):
+        self.fragments, self.code_pitch, self.scale_pitch = fragments, code_pitch, scale_pitch
+        row = ((lane >> 3) & 1) * 32 + (lane >> 4) * 8 + (lane & 7)
+        self._codes = codes_at + row * code_pitch + (first_row >> 1)
+        self._scales = scales_at + first_row + lane
+
+    def codes(self, lds, start):
+        out = []
+        for i in range(self.fragments):
+            at = start + self._codes + i * MMA_M // 2
+            parts = [lds_read_turned(lds, at + k * self.code_pitch) for k in (0, 16, 64, 80)]
+            low, high = (parts[j].shuffle(parts[j + 1], list(range(4))) for j in (0, 2))
+            out.append(low.shuffle(high, list(range(8))))
+        return out
+
+    def scales(self, lds, page, tile):
+        start = page + self._scales + tile * (BLOCKS * self.scale_pitch)
+        out = []
+        for i in range(0, self.fragments, 2):
+            codes = [
+                lds_read(lds, start + i * MMA_M + block * self.scale_pitch, 1, fx.Uint8)[0].to(fx.Int32)
+                for block in range(BLOCKS)
+            ]
+            word = codes[0] | (codes[1] << 8) | (codes[2] << 16) | (codes[3] << 24)
+            out.append(fx.Vector.filled(1, word, fx.Int32))
+        return out
+
+
+@dsl_loc_tracing
+def lds_read_turned(lds, byte_offset):
+    """16 codes of 4 bits of a column, where each lane points at 16 of a row (TurnedOperand)."""
+    return fx.Vector(_rocdl.ds_load_tr4_b64(vector_type(2, fx.Int32), _lds_address(lds, byte_offset)))
 
 
 def zero(results):

@@ -1,8 +1,8 @@
-"""MXFP4 GEMM for gfx1250: out[M, N] = act(alpha * a @ b.T + bias) (+ out).
+"""MXFP4 GEMM for gfx1250: out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out).
 
-a        [M, K / 2] packed e2m1, element 0 in the low half of a byte, rows 16-byte aligned
-b        [N, K / 2] likewise
-a_scale, b_scale   [M, ceil(K / 32)], [N, ceil(K / 32)] float8_e8m0fnu, rows 16-byte aligned
+a        TN, NN: [M, K / 2]; NT: [K, M / 2]   packed e2m1, element 0 in the low half of a byte, rows 16-byte aligned
+b        TN: [N, K / 2]; NN, NT: [K, N / 2]   likewise
+a_scale, b_scale   [M or N, ceil(K / 32)] or, NT and b of NN, [ceil(K / 32), M or N]; float8_e8m0fnu, rows 16-byte aligned
 out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
 bias     [N], optional
 
@@ -12,6 +12,8 @@ No allocation depends on K.
 
 LDS      three stages of codes, 256 rows of a and 256 of b, 128 k each (a tile);
          two pages of scales, of the same rows, for the 1024 k of 8 tiles (a group)
+         Where k is not contiguous, 128 rows of 256 codes and 32 of 256 scales in their place; codes are turned as they are
+         read (ds_load_tr4_b64), scales are read byte by byte.
 
 Schedule, tile j in stage j % 3 and registers, its scales on page (j // 8) % 2:
          wait until this wave's LDS reads of tile j are back, and its part of tile j + 1 has landed; arrive
@@ -20,7 +22,7 @@ Schedule, tile j in stage j % 3 and registers, its scales on page (j // 8) % 2:
          issue the wave's part of tile j + 3 into the stage of tile j
          read tile j + 1 into the other registers; multiply the rest of tile j
 A tile is thus on its way for two steps of multiplying. Each wave issues one tile of the data mover in each step: half of the
-rows of a (waves 0, 1) or of b (2, 3). In every 8th step, waves 0 and 1 bring all rows of a and b, and 2 and 3 the scales of the
+stored rows of a (waves 0, 1) or of b (2, 3). In every 8th step, waves 0 and 1 bring all rows of a and b, and 2 and 3 the scales of the
 group after next, on the page whose last scales were read in the step before; they share that step's wait.
 Tiles past K fetch nothing and land as zeros, so that the wait counts hold in the last steps as well.
 
@@ -59,6 +61,10 @@ HALF = TILE // 2  # of a wave
 FRAGMENTS = HALF // wmma.MMA_M
 CODE_PITCH, SCALE_PITCH = CODE_BYTES + CODE_GAP, SCALE_BYTES + SCALE_GAP
 FIRST_PAGE = CONFIG.num_stages * STAGE
+OPERAND_CODES, OPERAND_SCALES = TILE * CODE_PITCH, TILE * SCALE_PITCH  # bytes of an operand in a stage and a page
+TURNED_PITCH = (
+    TILE // 2 + CODE_GAP
+)  # of the 128 rows of an operand in which k is not contiguous; scales have no gaps then
 STEPS = 2  # tiles per iteration: registers trade places without copies. Divides TILES_PER_PAGE
 PASS_ROWS = HALF // 2
 GAP = 16  # bytes behind each row in LDS of the epilogue
@@ -75,8 +81,17 @@ def in_group(tile):
     return tile & (TILES_PER_PAGE - 1)
 
 
+def operand(turned, first_row, which, lane):
+    """Reads the wave's fragments of a (which 0) or b (1)."""
+    codes_at, scales_at = which * OPERAND_CODES, which * OPERAND_SCALES
+    if turned:
+        return wmma.TurnedOperand(first_row, FRAGMENTS, codes_at, TURNED_PITCH, scales_at, TILE, lane)
+    return wmma.Operand(first_row, FRAGMENTS, codes_at, CODE_PITCH, scales_at, SCALE_PITCH, lane)
+
+
 def build(spec, epi):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
+    turned_a, turned_b = spec.problem.layout == "NT", spec.problem.layout != "TN"
     storage = lds_struct({"all": LDS})
 
     @flyc.kernel(known_block_size=[WAVES * wmma.WAVE, 1, 1])
@@ -92,17 +107,17 @@ def build(spec, epi):
         m0, n0 = uniform(m_tile) * TILE, uniform(n_tile) * TILE
 
         lds = fx.SharedAllocator().allocate(storage).peek().all.ptr
-        bring = Bring(arguments, m0, n0, wave, tdm.lds_base(lds))
-        operand_a = wmma.Operand(wave_m * HALF, FRAGMENTS, CODE_PITCH, SCALE_PITCH, lane)
-        operand_b = wmma.Operand(TILE + wave_n * HALF, FRAGMENTS, CODE_PITCH, SCALE_PITCH, lane)
+        bring = Bring(arguments, (turned_a, turned_b), m0, n0, wave, tdm.lds_base(lds))
+        operand_a = operand(turned_a, wave_m * HALF, 0, lane)
+        operand_b = operand(turned_b, wave_n * HALF, 1, lane)
 
         def read(tile, stage):
             """Codes and scales of a tile. All Vectors."""
             codes = stage * STAGE
-            scales = FIRST_PAGE + (group_of(tile) & 1) * PAGE + in_group(tile) * wmma.BLOCKS
+            page, number = FIRST_PAGE + (group_of(tile) & 1) * PAGE, in_group(tile)
             return (
                 operand_a.codes(lds, codes) + operand_b.codes(lds, codes),
-                operand_a.scales(lds, scales) + operand_b.scales(lds, scales),
+                operand_a.scales(lds, page, number) + operand_b.scales(lds, page, number),
             )
 
         def multiply(codes, scales, acc, rows):
@@ -173,92 +188,130 @@ def build(spec, epi):
 class Bring:
     """What one wave brings to LDS."""
 
-    def __init__(self, arguments, m0, n0, wave, lds):
-        def codes(name, first, size, lds_row):
-            return _Strip(
-                getattr(arguments, name), first, size, arguments.K >> 1, CODE_BYTES, CODE_GAP, lds + lds_row * CODE_PITCH,
-                per_stage=STAGE, first_at=(TILES_PER_PAGE - 1 + CONFIG.num_stages) * CODE_BYTES,
-                per_group=TILES_PER_PAGE * CODE_BYTES,
-            )  # fmt: skip
-
-        def scales(name, first, size, lds_row):
-            return _Strip(
-                getattr(arguments, name), first, size, (arguments.K + 31) >> 5, SCALE_BYTES, SCALE_GAP,
-                lds + FIRST_PAGE + lds_row * SCALE_PITCH, per_page=PAGE, first_at=NUM_PAGES * SCALE_BYTES,
-                per_group=SCALE_BYTES,
-            )  # fmt: skip
-
+    def __init__(self, arguments, turned, m0, n0, wave, lds):
         is_b, second = wave >= 2, wave % 2 == 1
-        a, b = codes("a", m0, arguments.M, 0), codes("b", n0, arguments.N, TILE)
-        self._scales = scales("b_scale", n0, arguments.N, TILE).otherwise(second, scales("a_scale", m0, arguments.M, 0))
+
+        def strips(which, first, size):
+            """Of the codes and of the scales of a (which 0) or b (1)."""
+            name, K = "ab"[which], arguments.K
+            tensors = getattr(arguments, name), getattr(arguments, f"{name}_scale")
+            places = lds + which * OPERAND_CODES, lds + FIRST_PAGE + which * OPERAND_SCALES
+            make = _Strip.turned if turned[which] else _Strip.of
+            return make(tensors, first, size, K, places)
+
+        a, b = strips(0, m0, arguments.M), strips(1, n0, arguments.N)
+        self._scales = b[1].otherwise(second, a[1])
         self._first_group = select(is_b, 1, 0)
-        self._half = b.otherwise(is_b, a).from_row(select(second, HALF, 0), CODE_PITCH)
+        self._half = b[0].otherwise(is_b, a[0]).half(second)
         # Chosen once, so that the loop has scalars to add up, and no lane masks.
-        self._eighth = self._scales.otherwise(is_b, b.otherwise(second, a))
+        self._eighth = self._scales.otherwise(is_b, b[0].otherwise(second, a[0]))
 
     def first_scales(self):
         """Group 0 by waves 0 and 1, group 1 by 2 and 3."""
         group = self._first_group
-        return self._scales.tile(TILE, group * SCALE_BYTES, 0, group)
+        return self._scales.tile(group * self._scales.per_group, 0, group)
 
     def codes(self, tile, stage):
         """The wave's half of the rows of a or b."""
-        return self._half.tile(HALF, tile * CODE_BYTES, stage, 0)
+        return self._half.tile(tile * self._half.per_tile, stage, 0)
 
     def eighth(self, group, stage):
         """In the last step of a group: all rows of the tile that the step brings, or scales of the group after next."""
         strip = self._eighth
-        return strip.tile(TILE, strip.first_at + group * strip.per_group, stage, group & 1)
+        return strip.tile(strip.first_at + group * strip.per_group, stage, group & 1)
 
 
-_STRIP = (
-    "start", "stride", "rows", "bytes", "lds", "columns", "layout", "per_stage", "per_page", "first_at", "per_group",
+_LONG = ("start", "stride", "along")
+_SHORT = (
+    "rows", "columns", "row_unit", "column_unit", "lds", "pitch", "tile_rows", "tile_columns", "layout", "per_stage",
+    "per_page", "per_tile", "first_at", "per_group",
 )  # fmt: skip
 
 
 class _Strip:
-    """Rows of an operand or of its scales, from which tiles are taken along K.
+    """An operand's codes or scales, from which tiles are taken along K.
 
-    start       Int64 address; stride: Int64, bytes to the next row
-    rows, bytes how many rows are left, and the length of one
-    lds         address in LDS of the first row in stage or page 0; per_stage, per_page: bytes from one to the next
-    columns, layout   of a tile, in bytes, and in LDS (tdm.layout)
-    first_at, per_group   bytes along K of what is brought in step 7, and 8 steps later
+    start         Int64 address; stride, along: Int64, bytes to the next row and to the next place along K
+    rows, columns how many there are from `start` on; row_unit, column_unit: how many of them a place along K is, 0 or 1
+    lds, pitch    address in LDS of the first row in stage or page 0, and bytes to the next
+    tile_rows, tile_columns, layout    of a tile, and of that in LDS (tdm.layout)
+    per_stage, per_page   bytes in LDS from one stage or page to the next
+    per_tile, per_group, first_at     places along K of a tile, of 8, and of what is brought in step 7
     """
 
-    def __init__(
-        self, tensor, first, size, row_bytes, columns, gap, lds, *, per_stage=0, per_page=0, first_at, per_group
-    ):
-        self.stride = fx.Int64(fx.get_scalar(tensor.stride[0]))
-        self.start = tdm.address(tensor) + fx.Int64(first) * self.stride
-        self.rows, self.bytes, self.lds = size - first, row_bytes, lds
-        self.columns, self.layout = fx.Int32(columns), fx.Int32(tdm.layout(1, columns, gap))
-        self.per_stage, self.per_page = fx.Int32(per_stage), fx.Int32(per_page)
-        self.first_at, self.per_group = fx.Int32(first_at), fx.Int32(per_group)
+    def __init__(self, fields):
+        for name in _LONG:
+            setattr(self, name, fx.Int64(fields[name]))
+        for name in _SHORT:
+            setattr(self, name, fx.Int32(fields[name]))
 
-    def _changed(self, **fields):
-        strip = object.__new__(_Strip)
-        for name in _STRIP:
-            setattr(strip, name, fields.get(name, getattr(self, name)))
-        return strip
+    @staticmethod
+    def of(tensors, first, size, K, places):
+        """k is contiguous: a row for each row of op(a), or column of op(b), from `first` on; places along K are bytes."""
+        return _codes_and_scales(
+            tensors, places, lambda stride: fx.Int64(first) * stride, lambda stride: 1,
+            {"rows": size - first, "row_unit": 0, "column_unit": 1, "tile_rows": TILE},
+            ({"columns": K >> 1, "pitch": CODE_PITCH}, {"columns": (K + 31) >> 5, "pitch": SCALE_PITCH}),
+            (CODE_BYTES, SCALE_BYTES), (CODE_GAP, SCALE_GAP), ({}, {}),
+        )  # fmt: skip
+
+    @staticmethod
+    def turned(tensors, first, size, K, places):
+        """A row for each k, or 32 of them; places along K are rows."""
+        left = size - first
+        return _codes_and_scales(
+            tensors, places, None, lambda stride: stride,
+            {"row_unit": 1, "column_unit": 0},
+            (
+                {"rows": K, "columns": left >> 1, "pitch": TURNED_PITCH, "tile_rows": CONFIG.tile_k, "offset": first >> 1},
+                {"rows": (K + 31) >> 5, "columns": left, "pitch": TILE, "tile_rows": SCALE_BYTES, "offset": first},
+            ),
+            (TILE // 2, TILE), (CODE_GAP, 0), ({"per_tile": CONFIG.tile_k}, {"per_tile": wmma.BLOCKS}),
+        )  # fmt: skip
 
     def otherwise(self, condition, other):
         """This one where condition (uniform) holds, else other."""
-        return self._changed(**{n: condition.select(getattr(self, n), getattr(other, n)) for n in _STRIP})
+        return _Strip({n: condition.select(getattr(self, n), getattr(other, n)) for n in _LONG + _SHORT})
 
-    def from_row(self, count, pitch):
-        """What is below the first `count` rows, pitch bytes each in LDS."""
-        return self._changed(
-            start=self.start + self.stride * fx.Int64(count),
-            rows=tdm.not_negative(self.rows - count),
-            lds=self.lds + count * pitch,
-        )
+    def half(self, second):
+        """The first half of its tiles' rows, or the second."""
+        fields = {name: getattr(self, name) for name in _LONG + _SHORT}
+        fields["tile_rows"] = self.tile_rows >> 1
+        skipped = select(second, fields["tile_rows"], 0)
+        fields["start"] = self.start + self.stride * fx.Int64(skipped)
+        fields["rows"] = self.rows - skipped
+        fields["lds"] = self.lds + skipped * self.pitch
+        return _Strip(fields)
 
-    def tile(self, rows, at, stage, page):
-        """at: bytes along K."""
+    def tile(self, at, stage, page):
+        """at (Int32): place along K."""
         lds = self.lds + stage * self.per_stage + page * self.per_page
-        left = (self.rows, tdm.not_negative(self.bytes - at))
-        return Tile.of(self.start + fx.Int64(at), lds, (rows, self.columns), left, self.stride, self.layout)
+        left = (
+            tdm.not_negative(self.rows - at * self.row_unit),
+            tdm.not_negative(self.columns - at * self.column_unit),
+        )
+        start = self.start + fx.Int64(at) * self.along
+        return Tile.of(start, lds, (self.tile_rows, self.tile_columns), left, self.stride, self.layout)
+
+
+def _codes_and_scales(tensors, places, offset, along, both, each, columns, gaps, units):
+    """Two strips. offset, along: functions of the stride in bytes."""
+    made = []
+    for i in range(2):
+        fields = {**both, **each[i]}
+        stride = fx.Int64(fx.get_scalar(tensors[i].stride[0]))
+        per_tile = units[i].get("per_tile", columns[i] if i == 0 else wmma.BLOCKS)
+        # Step 7 brings codes of tile 10, and the scales of group 2.
+        first = (TILES_PER_PAGE - 1 + CONFIG.num_stages) if i == 0 else NUM_PAGES * TILES_PER_PAGE
+        fields |= {
+            "start": tdm.address(tensors[i]) + (fx.Int64(fields["offset"]) if offset is None else offset(stride)),
+            "stride": stride, "along": along(stride), "lds": places[i], "tile_columns": columns[i],
+            "layout": tdm.layout(1, columns[i], gaps[i]), "per_stage": STAGE if i == 0 else 0,
+            "per_page": 0 if i == 0 else PAGE, "per_tile": per_tile, "first_at": first * per_tile,
+            "per_group": TILES_PER_PAGE * per_tile,
+        }  # fmt: skip
+        made.append(_Strip(fields))
+    return made
 
 
 def store(acc, epi, arguments, lds, m0, n0, wave, lane):

@@ -41,8 +41,6 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None) -> str | No
     for name, dtype, scaling in (("a", problem.a_dtype, problem.a_scaling), ("b", problem.b_dtype, problem.b_scaling)):
         if dtype != PACKED_E2M1 or scaling != "1x32":
             return f"{name} is {dtype} with scales {scaling!r}: the {ARCH} kernel takes MXFP4, packed e2m1 (uint8) with '1x32'"
-    if problem.layout != "TN":
-        return f"layout {problem.layout}: the {ARCH} kernel has TN, with k along the rows of both operands"
     if (reason := problem.why_refused(FEATURES)) is not None:
         return reason
     if problem.activation not in ACTIVATIONS:
@@ -51,8 +49,11 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None) -> str | No
         return f"out is {problem.out_dtype}: the kernel writes float32, bfloat16 and float16"
     if problem.bias_dtype is not None and problem.bias_dtype not in OUTPUTS:
         return f"bias is {problem.bias_dtype}: the kernel reads float32, bfloat16 and float16"
-    if problem.K % 2:
-        return f"K={problem.K}: a byte holds two codes, K is even"
+    # The stored rows' length, in which two codes share a byte.
+    packed = {"TN": ("K", "K"), "NN": ("K", "N"), "NT": ("M", "N")}[problem.layout]
+    for operand, name in zip("ab", packed, strict=True):
+        if getattr(problem, name) % 2:
+            return f"{name}={getattr(problem, name)}: rows of {operand} are packed, two codes in a byte; {name} is even"
     for name in ("M", "N", "K"):
         if getattr(problem, name) > MAX_EXTENT:
             return f"{name}={getattr(problem, name)}: sizes are 32-bit in the kernel, at most {MAX_EXTENT}"
