@@ -269,3 +269,94 @@ def test_fake_tensors_have_the_shapes_of_real_ones() -> None:
         assert q.shape == (24, 20) and q.data.shape == (24, 20) and q.columnwise_scale.shape == (1, 20)
         y = fw.gemm(q, fw.quantize(torch.randn(8, 20), "mxfp8_e4m3"))
         assert y.shape == (24, 8) and y.dtype == BF16
+
+
+def test_a_quantized_tensor_prints_what_it_is_and_its_format_can_be_used_again() -> None:
+    q = fw.quantize(torch.randn(64, 96), "mxfp8_e4m3", "both")
+    assert repr(q) == "QuantizedTensor([64, 96] mxfp8_e4m3, rowwise and columnwise, on cpu)"
+    assert fw.quantize(torch.randn(8, 32), q.format).format is q.format
+
+
+def test_arguments_of_a_wrong_type_are_told() -> None:
+    x = torch.randn(8, 8)
+    with pytest.raises(ValueError, match=r"out_scale is 0\.5; it must be a float32 tensor"):
+        fw.gemm(x, x, out_format="fp8_e4m3", out_scale=0.5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="preactivation is True; it must be a tensor"):
+        fw.gemm(x, x, preactivation=True)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the result are quantized and an argument requires grad"):
+        fw.gemm(x.requires_grad_(), x, out_format="mxfp8_e4m3")
+
+
+def test_every_call_of_a_kind_is_checked_for_shared_memory() -> None:
+    a, b = torch.ones(8, 4), torch.ones(8, 6)
+    for bias_grad in (torch.empty(4), b.view(-1)[:4]):
+        if bias_grad.data_ptr() == b.data_ptr():
+            with pytest.raises(ValueError, match="bias_grad shares memory with b"):
+                fw.gemm(a, b, trans_a=True, trans_b=False, bias_grad=bias_grad)
+        else:
+            fw.gemm(a, b, trans_a=True, trans_b=False, bias_grad=bias_grad)
+    assert torch.equal(b, torch.ones(8, 6))
+
+
+def test_the_bias_gradient_does_not_depend_on_n() -> None:
+    for accumulate, right in ((False, 8.0), (True, 15.0)):
+        bias_grad, out = torch.full((4,), 7.0), torch.empty(4, 0)
+        fw.gemm(
+            torch.ones(8, 4), torch.ones(8, 0), trans_a=True, trans_b=False, bias_grad=bias_grad, out=out,
+            accumulate=accumulate,
+        )  # fmt: skip
+        assert bias_grad.tolist() == [right] * 4
+
+
+def test_negated_views(target: Target) -> None:
+    """x.conj().imag is one: its memory holds the negated values."""
+    if target.backend == "hopper":
+        pytest.skip("tests/test_hopper.py")
+    ones = torch.ones(8, 16, device=target.device)
+
+    def negated(t: torch.Tensor) -> torch.Tensor:
+        view = torch._neg_view(t.to(target.device))
+        assert view.is_neg()
+        return view
+
+    for _ in range(2):
+        fw.gemm(ones, ones, out=torch.empty(8, 8, device=target.device), backend=target.backend)
+    out, z = negated(torch.zeros(8, 8)), negated(torch.zeros(8, 8))
+    fw.gemm(ones, ones, out=out, preactivation=z, backend=target.backend)
+    assert (out == 16).all() and (z == 16).all()
+    with pytest.raises(ValueError, match="bias_grad is a negated view"):
+        fw.gemm(ones, ones, trans_a=True, trans_b=False, bias_grad=negated(torch.zeros(16)))
+    fnuz = target.backend == "sim:gfx942"
+    scale = negated(torch.tensor(-2.0))
+    q = fw.quantize(ones, "fp8_e4m3", scale=scale, fnuz=fnuz, backend=target.backend)
+    assert (q.dequantize() == 1).all()
+    assert (fw.gemm(q, q, out_dtype=FP32, backend=target.backend) == 16).all()
+    q = fw.gemm(q, q, out_format="fp8_e4m3", out_scale=scale, backend=target.backend)
+    assert (q.dequantize() == 16).all()
+
+
+def test_transposed_codes_of_one_block(target: Target) -> None:
+    """Their scales are [rows, 1], whose strides PyTorch leaves as they come."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(32, 40, generator=generator).to(target.device)
+    q = fw.quantize(x, "mxfp8_e4m3", "columnwise", columnwise_transposed=True)
+    try:
+        out = fw.gemm(q, q, trans_a=True, trans_b=False, out_dtype=FP32, backend=target.backend)
+    except NotImplementedError as error:
+        if target.backend != "hopper":
+            raise
+        pytest.skip(str(error))
+    values = q.dequantize(torch.float64)
+    bounds.assert_within(out, values.mT @ values, bounds.gemm_bound(values, values, FP32, trans_a=True, trans_b=False))
+
+
+def test_products_of_scales_may_leave_float32(target: Target) -> None:
+    """Each scale multiplies the sum on its own: their product would be Inf, and Inf * 0 NaN."""
+    fnuz = target.backend == "sim:gfx942"
+    x, w = torch.zeros(16, 32), torch.eye(16, 32) * 1e15
+    x[0] = 1e30
+    a, b = (fw.quantize(t.to(target.device), "fp8_e4m3", fnuz=fnuz) for t in (x, w))
+    if target.backend == "hopper":
+        pytest.skip("hopper multiplies the two scales")
+    out = fw.gemm(a, b, alpha=1e-20, out_dtype=FP32, backend=target.backend)
+    assert not out[1:].any() and not out.isnan().any()

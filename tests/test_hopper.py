@@ -87,7 +87,7 @@ def test_problems_that_the_kernel_cannot_run_are_refused_with_the_reason() -> No
     pingpong = replace(sm90_config.SQUARE, tile_k=128)
     assert "pingpong with promotion" in (why_unsupported(precise, pingpong) or "")
     blocks = replace(precise, a_scaling="1x32", b_scaling="1x32")
-    assert "scaling:1x32x1x32 is not in this kernel" in (why_unsupported(blocks, None) or "")
+    assert "scales 1x32 and 1x32: this kernel does not multiply such a pair" in (why_unsupported(blocks, None) or "")
     assert why_unsupported(replace(precise, a_scaling="row", b_scaling="tensor"), None) is None
     few = problem(16, 512, 128)
     assert "64 or 128" in (why_unsupported(replace(few, layout="NN"), swapped(few, 96, 1)) or "")

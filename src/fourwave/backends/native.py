@@ -57,7 +57,7 @@ class NativeBackend(Backend):
         if config is not None:
             return f"native takes no config; {config!r} would be ignored"
         if problem.batch_invariant:
-            return "batch_invariant: the order in which PyTorch sums may depend on M"
+            return "batch_invariant: the order in which PyTorch sums may depend on M (the AMD and simulated kernels have it)"
         return None
 
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
@@ -163,12 +163,7 @@ def finish(problem: GemmProblem, acc: torch.Tensor, tensors: GemmTensors) -> Non
     if tensors.preactivation is not None:
         tensors.preactivation.view(acc.shape).copy_(acc)
     y = activate(acc, problem.activation)
-    if tensors.bias_grad is not None:
-        total = _values(tensors.a, tensors.a_scale, problem.a_scaling, False, problem).float().sum(0)
-        if problem.a_scaling in ("tensor", "row"):
-            assert tensors.a_scale is not None
-            total = total * tensors.a_scale
-        tensors.bias_grad.copy_(total + tensors.bias_grad if problem.accumulate else total)
+    write_bias_grad(problem, tensors)
     if problem.out_scaling is not None:
         _quantize_out(problem, y, tensors)
         return
@@ -176,6 +171,16 @@ def finish(problem: GemmProblem, acc: torch.Tensor, tensors: GemmTensors) -> Non
     if problem.accumulate:
         y.add_(tensors.out)
     tensors.out.copy_(y)
+
+
+def write_bias_grad(problem: GemmProblem, tensors: GemmTensors) -> None:
+    """The sum of op(a) over K, where it is asked for."""
+    if tensors.bias_grad is not None:
+        total = _values(tensors.a, tensors.a_scale, problem.a_scaling, False, problem).float().sum(0)
+        if problem.a_scaling in ("tensor", "row"):
+            assert tensors.a_scale is not None
+            total = total * tensors.a_scale
+        tensors.bias_grad.copy_(total + tensors.bias_grad if problem.accumulate else total)
 
 
 def _quantize_out(problem: GemmProblem, y: torch.Tensor, tensors: GemmTensors) -> None:

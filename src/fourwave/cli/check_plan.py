@@ -103,6 +103,8 @@ def gemm_rows(arch: str, layouts: Sequence[str], precisions: Sequence[str], full
         for precision in precisions:
             for number, operands in enumerate(operand_pairs(arch, precision)):
                 base = GemmCase(tails, layout, seed=seed, **operands)
+                if base.a_format == "fp8_1x128" and layout != "TN":
+                    continue
                 for shape in GEMM_SHAPES:
                     yield Planned("shapes", replace(base, shape=shape))
                 if number and not full:
@@ -132,6 +134,7 @@ def operand_pairs(arch: str, precision: str) -> Iterator[dict[str, Any]]:
             for b in ("e4m3", "e5m2"):
                 yield {"a_format": f"fp8_{a}", "b_format": f"fp8_{b}", "fnuz": fnuz}
         yield {"a_format": "fp8_row", "b_format": "fp8_row", "fnuz": fnuz}
+        yield {"a_format": "fp8_1x128", "b_format": "fp8_128x128", "fnuz": fnuz}  # TN only
         yield {"dtype": FLOAT8[arch][0], "b_dtype": FLOAT8[arch][1]}
     else:
         for a in ("e4m3", "e5m2"):
@@ -146,6 +149,12 @@ def tile_shapes(config: GemmConfig, full: bool) -> tuple[Shape, ...]:
     if max(config.tile_m, config.tile_n) >= 256:
         return (by_name("even, 4 tiles of 256"), by_name("tails, 4 tiles of 256"))
     return (by_name("even"), by_name("tail all"))
+
+
+def halves(base: GemmCase) -> Shape:
+    """N = 2 x 73, or 2 x 80 where columns of MX scales come in chunks of 16, which a half must hold whole."""
+    chunks = base.problem.b_scaling == "1x32" and base.layout != "TN"
+    return Shape("tails of halves", 77, 160 if chunks else 146, 203)
 
 
 def epilogues(base: GemmCase, every: bool) -> Iterator[Planned]:
@@ -167,7 +176,7 @@ def epilogues(base: GemmCase, every: bool) -> Iterator[Planned]:
             replace(even, bias_dtype=fp32, activation="relu"),
             replace(base, bias_dtype=fp32, activation="silu", preactivation=fp32, out_view="sliced"),
             replace(even, activation="gelu_tanh", accumulate=True),
-            replace(base, shape=Shape("tails of halves", 77, 146, 203), activation="swiglu", alpha=0.5),
+            replace(base, shape=halves(base), activation="swiglu", alpha=0.5),
         ]
     for case in cases:
         yield Planned("epilogue", case)

@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 def quantize(
     x: Tensor,
-    format: str,
+    format: str | QuantFormat,
     direction: str = "rowwise",
     *,
     scale: Tensor | None = None,
@@ -62,13 +62,13 @@ def quantize(
     rowwise = direction != "columnwise" or shared
     columnwise = direction != "rowwise" and not shared
     transposed = columnwise and columnwise_transposed
-    arguments = (x, format, rowwise, columnwise, transposed, rule, fnuz, scale, backend)
+    arguments = (x, fmt.name, rowwise, columnwise, transposed, rule, fnuz, scale, backend)
     if _needs_operator(x, scale):
         data, stored, columnwise_data, columnwise_stored, amax = torch.ops.fourwave.quantize(*arguments)
     else:
         data, stored, columnwise_data, columnwise_stored, amax = _execute(*arguments)
     if scale is not None:
-        stored = columnwise_stored = scale.reshape(())
+        stored = columnwise_stored = scale.resolve_neg().reshape(())
     if shared:
         columnwise_data, columnwise_stored = data, stored
     row, column = direction != "columnwise", direction != "rowwise"
@@ -86,7 +86,7 @@ def quantize(
 
 def _check(
     x: Tensor,
-    format: str,
+    format: str | QuantFormat,
     direction: str,
     scale: Tensor | None,
     scale_rule: str | None,
@@ -94,6 +94,8 @@ def _check(
     columnwise_transposed: bool,
     backend: str | None,
 ) -> QuantFormat:
+    if isinstance(format, QuantFormat):
+        format = format.name
     fmt = FORMATS.get(format) if isinstance(format, str) else None
     if fmt is None:
         raise ValueError(f"format {format!r}: the formats are {', '.join(FORMATS)}")
@@ -194,7 +196,7 @@ def _execute(
     x = x.detach().reshape(problem.rows, problem.columns)
     if problem.is_empty:
         return quantize_nothing(problem, x)
-    result, notes = chosen.run_quantize(problem, x, None if scale is None else scale.detach().reshape(()))
+    result, notes = chosen.run_quantize(problem, x, None if scale is None else scale.detach().resolve_neg().reshape(()))
     if select.logger.isEnabledFor(logging.DEBUG):
         words = [f"not {name}: {why}" for name, why in rejected] + notes
         select.logger.debug("quantize %s: %s", problem, "; ".join([chosen.name, *words]))

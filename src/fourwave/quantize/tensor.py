@@ -141,6 +141,11 @@ class QuantizedTensor:
         transposed = columnwise_transposed and columnwise_data is not None
         return cls(fmt, shape, pairs[0], pairs[1], pairs[2], pairs[3], transposed, amax)
 
+    def __repr__(self) -> str:
+        has = [direction for direction in ("rowwise", "columnwise") if self.has(direction)]
+        stored = " transposed" * (self.columnwise_transposed and "columnwise" in has)
+        return f"QuantizedTensor({list(self.shape)} {self.format.name}, {' and '.join(has)}{stored}, on {self.device})"
+
     @property
     def device(self) -> torch.device:
         return self._any.device

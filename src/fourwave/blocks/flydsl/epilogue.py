@@ -235,7 +235,9 @@ class _Wave:
             for e in range(width):
                 fragment, r = self.geo.b.run_element(c + e)
                 at = i * self.geo.frags_n + (q * self.parts + part) * self.group + fragment
-                x = self.acc[at][r] * self.factors[i]
+                x = self.acc[at][r]
+                for factor in self.factors[i]:
+                    x = x * factor
                 if scale is not None:
                     x = x * scale[part][e]
                 if bias is not None:
@@ -409,19 +411,20 @@ def _store_codes(buffer, codes, values, offset, saturate=True, nan=True, finite=
 
 
 def _row_factors(epi, arguments, m0, used_rows, rows):
-    """For each of `rows`: alpha and the scales that do not depend on the column."""
-    factor = arguments.alpha
+    """For each of `rows`: the scales that do not depend on the column, and alpha, to be multiplied one after the other.
+
+    Their product could overflow or underflow where the result does not.
+    """
     scales = [
         scalar(tensor)
         for tensor, scaling in ((arguments.a_scale, epi.a_scaling), (arguments.b_scale, epi.b_scaling))
         if scaling == "tensor"
     ]
-    if scales:
-        factor = factor * (scales[0] if len(scales) == 1 else scales[0] * scales[1])
+    factors = [*scales, arguments.alpha]
     if epi.a_scaling != "row":
-        return [factor] * len(rows)
+        return [factors] * len(rows)
     row_scale = Line(arguments.a_scale, fx.Float32, m0, used_rows)
-    return [factor * row_scale.load(row, 1, row < used_rows)[0] for row in rows]
+    return [[row_scale.load(row, 1, row < used_rows)[0], *factors] for row in rows]
 
 
 def _store_bias_grad(sums, epi, arguments, m0, n0, used_rows, rows, wave_n, lane):

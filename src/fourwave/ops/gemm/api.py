@@ -188,6 +188,8 @@ def _arguments(
         if isinstance(a, QuantizedTensor):
             a_scaling = a.format.scaling
             a, a_scale, k_last = a.operand("columnwise" if reduced[0] else "rowwise")
+            if bias_grad is not None and reduced[0] and k_last:
+                raise ValueError("bias_grad needs a's columnwise codes in natural order; these are stored transposed")
             trans_a = not k_last
         if isinstance(b, QuantizedTensor):
             b_scaling = b.format.scaling
@@ -198,6 +200,14 @@ def _arguments(
                 "b's columnwise codes are stored transposed and a is not: quantize both with columnwise_transposed=True or "
                 "neither (a plain a: b without it)"
             )
+    for name, t in (("a", a), ("b", b)):
+        if not isinstance(t, Tensor):
+            raise ValueError(f"{name} is {t!r}; it must be a tensor or a QuantizedTensor")
+    for name, given in (("out", out), ("bias", bias), ("preactivation", preactivation), ("bias_grad", bias_grad)):
+        if given is not None and not isinstance(given, Tensor):
+            raise ValueError(f"{name} is {given!r}; it must be a tensor")
+    if not isinstance(alpha, (int, float, torch.SymInt, torch.SymFloat)):
+        raise ValueError(f"alpha is {alpha!r}; it must be a number (a tensor's gradient would be lost)")
     args = Arguments(
         a, b, out, bias, a_scale, b_scale, preactivation, bias_grad, None, None, None, None, alpha, trans_a, trans_b,
         out_dtype, activation, accumulate, a_scaling, b_scaling, batch_invariant, fast_accum, config=config, backend=backend,
@@ -212,6 +222,8 @@ def _arguments(
 def _quantized_output(
     args: Arguments, out_format: str, out_scale: Tensor | None, out_direction: str, out_scale_rule: str
 ) -> tuple[Arguments, QuantizedTensor]:
+    if out_scale is not None and not isinstance(out_scale, Tensor):
+        raise ValueError(f"out_scale is {out_scale!r}; it must be a float32 tensor of one element")
     if out_format not in OUT_FORMATS:
         raise ValueError(f"out_format is {out_format!r}; it must be None, {', '.join(OUT_FORMATS)}")
     if args.out is not None or args.out_dtype is not None or args.accumulate:
@@ -238,7 +250,7 @@ def _quantized_output(
                 f"out_format {out_format!r} needs out_scale, a float32 tensor of one element on {device}; it is "
                 + ("None" if out_scale is None else f"{tuple(out_scale.shape)} {out_scale.dtype} on {out_scale.device}")
             )
-        out_scale = out_scale.reshape(())
+        out_scale = out_scale.resolve_neg().reshape(())
         if out_direction != "rowwise":
             raise ValueError(f"out_direction {out_direction!r} with {out_format!r}: one scale serves both directions")
         codes = torch.empty((rows, cols), dtype=dtype, device=device)
@@ -300,6 +312,8 @@ def _call(args: Arguments) -> Tensor:
         )  # fmt: skip
     if grad and _requires_grad(tensors):
         given = [name for name in ("out", "preactivation", "bias_grad") if getattr(args, name) is not None]
+        if args.out_scaling is not None:
+            given = []  # made by gemm
         what = f"{given[0]}= was given" if given else "operands or the result are quantized"
         raise ValueError(
             f"{what} and an argument requires grad; gemm records no gradient of such a call: use it without, or under "

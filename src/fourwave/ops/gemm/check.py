@@ -220,7 +220,7 @@ def _scale(name: str, scale: Tensor | None, scaling: str | None, codes: Tensor, 
     rows, cols = codes.shape[0], columns(codes)
     shape = scale_shape(scaling, rows, cols, k_last)
     if scaling == "tensor" and scale.numel() == 1:
-        return scale.reshape(())
+        return scale.resolve_neg().reshape(())
     if tuple(scale.shape) != shape:
         raise ValueError(
             f"{name}_scale is {tuple(scale.shape)}; {name} [{rows}, {cols}] with scales {scaling!r}, reduced along its "
@@ -228,7 +228,11 @@ def _scale(name: str, scale: Tensor | None, scaling: str | None, codes: Tensor, 
         )
     if scaling == "1x32" and E8M0.torch_dtype is not None:
         scale = scale.view(E8M0.torch_dtype)
-    return scale.contiguous()
+    scale = scale.resolve_neg().contiguous()
+    if scale.dim() == 2 and scale.stride() != (shape[1], 1):
+        # PyTorch leaves the strides of dimensions of size 1 as they were.
+        scale = scale.as_strided(shape, (shape[1], 1))
+    return scale
 
 
 def check_epilogue(shape: tuple[int, ...], bias: Tensor | None, activation: str | None, device: torch.device) -> None:
@@ -297,6 +301,8 @@ def _check_bias_grad(args: Arguments, m: int) -> torch.dtype:
         raise ValueError(
             "bias_grad is the sum of dout over the tokens, which wgrad reduces over: it needs trans_a=True"
         )
+    if t.is_neg():
+        raise ValueError("bias_grad is a negated view, which a kernel cannot write: give the tensor itself")
     if (
         t.dim() != 1
         or t.shape[0] != m

@@ -11,7 +11,7 @@ import torch
 
 from fourwave.backends import select
 from fourwave.backends.base import Backend
-from fourwave.backends.native import finish
+from fourwave.backends.native import finish, write_bias_grad
 from fourwave.ops.gemm.check import NUM_TENSORS, Arguments, Tensor, check, check_overlap, matrix
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 
@@ -42,14 +42,11 @@ def execute(args: Arguments) -> Tensor:
     spec = select.requested(args.backend)[0]
     token = _token(spec, args)
     plan = None if token is None else _plans.get(token)
-    if plan is None or args.a.is_neg() or args.b.is_neg() or _logger.isEnabledFor(logging.DEBUG):
+    if plan is None or _logger.isEnabledFor(logging.DEBUG):
         return _execute(args, spec, token)
     given: tuple[Any, ...] = args[:NUM_TENSORS]
     a, b, out, bias, a_scale, b_scale, preactivation, bias_grad, *rest = given
-    assert a is not None and b is not None
-    if bias is not None and bias.is_neg():
-        return _execute(args, spec, token)
-    if out is not None or preactivation is not None or rest[2] is not None or rest[1] is not None:
+    if any(t is not None for t in (out, preactivation, bias_grad, *rest)):
         check_overlap(args)
     if plan.a_view is not None:
         a = a.view(plan.a_view)
@@ -69,13 +66,13 @@ def execute(args: Arguments) -> Tensor:
 
 
 def _token(spec: str, args: Arguments) -> Any:
-    """What a plan is kept under, or None for arguments that will be refused."""
+    """What a plan is kept under, or None for arguments that will be refused or copied."""
     key: list[Any] = [spec, args[NUM_TENSORS + 1 :]]
     tensors: tuple[Any, ...] = args[:NUM_TENSORS]
     for t in tensors:
         if t is None:
             key.append(None)
-        elif t.layout is torch.strided:
+        elif t.layout is torch.strided and not t.is_neg():
             key += (t.shape, t.stride(), t.dtype, t.device)
         else:
             return None
@@ -167,9 +164,9 @@ def _keep_plan(
 def _empty(problem: GemmProblem, tensors: GemmTensors) -> None:
     """The answer where there is nothing to multiply: act(0 + bias) (+ out), and what else is written."""
     if problem.M == 0 or problem.N == 0:
-        for written in (tensors.out_amax, None if problem.accumulate else tensors.bias_grad):
-            if written is not None:
-                written.zero_()
+        if tensors.out_amax is not None:
+            tensors.out_amax.zero_()
+        write_bias_grad(problem, tensors)
         return
     acc = torch.zeros((problem.M, problem.N), dtype=torch.float32, device=tensors.a.device)
     finish(problem, acc, tensors)

@@ -182,7 +182,16 @@ class GemmProblem:
         if self.batch_invariant:
             asked.append("batch_invariant")
         missing = [feature for feature in asked if feature not in supported]
-        return f"{missing[0]} is not in this kernel" if missing else None
+        if not missing:
+            return None
+        feature, _, detail = missing[0].partition(":")
+        if feature == "scaling":
+            return (
+                f"operands with scales {self.a_scaling} and {self.b_scaling}: this kernel does not multiply such a pair"
+            )
+        if feature == "out":
+            return f"a result quantized with scales {detail}: this kernel does not make one"
+        return f"{feature} is not in this kernel"
 
     @property
     def flops(self) -> int:

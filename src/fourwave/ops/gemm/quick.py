@@ -64,6 +64,8 @@ def quick(
     if is_special() or forward_ad._current_level >= 0:
         return None
     grad = torch.is_grad_enabled()
+    if type(alpha) is not float and type(alpha) is not int:
+        return None
     for t in (a, b, bias, out):
         if t is not None and (
             type(t) not in _PLAIN or (grad and t.requires_grad) or t.layout is not torch.strided or t.is_neg()
