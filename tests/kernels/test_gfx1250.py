@@ -278,7 +278,7 @@ def test_what_is_refused():
         ({"K": 63}, "K=63: rows of a are packed, two codes in a byte"),
         ({"activation": "swiglu"}, "swiglu is not"),
         ({"preactivation_dtype": BF16}, "preactivation is not"),
-        ({"out_dtype": torch.float8_e4m3fn, "out_scaling": "1x32"}, "out:1x32 is not"),
+        ({"out_dtype": torch.float8_e4m3fn, "out_scaling": "1x32"}, "quantized with scales 1x32"),
         ({"b_scaling": "tensor"}, "b is torch.uint8 with scales 'tensor'"),
         ({"M": 2**31}, "M=2147483648"),
     ):
