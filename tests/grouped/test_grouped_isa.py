@@ -45,7 +45,9 @@ REST = [
     for i in range(len(candidates(problem_of(arch, kind), arch)))
     if (arch, kind, i) not in QUICK
 ]
-ALL = [pytest.param(*case) for case in QUICK] + [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
+ALL = [pytest.param(*case) for case in QUICK] + [
+    pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for case in REST
+]
 
 
 @functools.cache

@@ -23,7 +23,9 @@ LAYOUTS = ("TN", "NN", "NT")
 # The largest tile of each layout and target: where registers are tight. The others are slow tests.
 QUICK = [(arch, layout, 0) for arch in ARCHS for layout in LAYOUTS]
 REST = [(arch, layout, i) for arch in ARCHS for layout in LAYOUTS for i in range(1, 5)]
-ALL = [pytest.param(*case) for case in QUICK] + [pytest.param(*case, marks=pytest.mark.slow) for case in REST]
+ALL = [pytest.param(*case) for case in QUICK] + [
+    pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for case in REST
+]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -130,7 +132,7 @@ def test_float8(arch, layout, index):
 
 
 @pytest.mark.parametrize(
-    ("layout", "index"), [pytest.param(*case[1:], marks=() if case[2] == 0 else pytest.mark.slow) for case in QUICK + REST if case[0] == "gfx950"]
+    ("layout", "index"), [pytest.param(*case[1:], marks=() if case[2] == 0 else (pytest.mark.slow, pytest.mark.exhaustive)) for case in QUICK + REST if case[0] == "gfx950"]
 )  # fmt: skip
 def test_block_scales(layout, index):
     """gfx950: scaled matrix instructions only; scales are read as bytes, and brought by loads that the waits count."""
@@ -160,7 +162,7 @@ def test_block_scales(layout, index):
     assert len(counted) == loop.barriers
 
 
-@pytest.mark.parametrize(("layout", "index"), [(layout, 0) for layout in LAYOUTS] + [pytest.param(layout, i, marks=pytest.mark.slow) for layout in LAYOUTS for i in range(1, 4)])  # fmt: skip
+@pytest.mark.parametrize(("layout", "index"), [(layout, 0) for layout in LAYOUTS] + [pytest.param(layout, i, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for layout in LAYOUTS for i in range(1, 4)])  # fmt: skip
 def test_dequantized(layout, index):
     """gfx942: codes and scales to registers, bfloat16 to LDS, no conditions in scalar registers that would spill."""
     dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -180,7 +182,9 @@ def test_dequantized(layout, index):
     assert codes < loop.loads <= 2 * codes  # and their scales
 
 
-@pytest.mark.parametrize("index", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 4))])
+@pytest.mark.parametrize(
+    "index", [0, *(pytest.param(i, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for i in range(1, 4))]
+)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_wide_scales(arch, index):
     """Scales of 128 k by software: one of a for each fragment and block, one of b; nothing in AGPRs, which vector instructions
@@ -247,6 +251,7 @@ def test_links_to_a_code_object(arch):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
@@ -270,6 +275,7 @@ def _check_spills(kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ARCHS)
 def test_split_k(arch):
     """Two kernels; the one that adds the parts has no loop and no spills either."""
@@ -282,6 +288,7 @@ def test_split_k(arch):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize(
     "options",
@@ -301,6 +308,7 @@ def test_scales_and_outputs_do_not_spill(arch, options):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("grad_dtype", [FP32, BF16])
 @pytest.mark.parametrize("out_dtype", [FP32, BF16])
 @pytest.mark.parametrize("arch", ARCHS)

@@ -349,7 +349,8 @@ def test_the_fixture(pytester, monkeypatch, barrier):
     pytester.makeconftest('pytest_plugins = ["fourwave.sim.pytest_plugin"]')
     pytester.makepyfile(test_kernels=FIXTURE_TESTS)
     launcher(pytester.path, barrier)
-    result = pytester.runpytest_inprocess("-q", "--strict-markers", "-p", "no:cacheprovider")
+    # A process of its own: in this one pytester forgets what its run imported, and FlyDSL cannot be imported twice.
+    result = pytester.runpytest_subprocess("-q", "--strict-markers", "-p", "no:cacheprovider", "-n0")
     if barrier:
         result.assert_outcomes(passed=4)
     else:
