@@ -14,7 +14,7 @@ import torch
 
 import fourwave as fw
 from fourwave.backends import guard, registry, select
-from fourwave.ops.gemm import check
+from fourwave.ops.gemm import check, quick
 from fourwave.ops.gemm.config import GemmConfig, default_config
 from fourwave.ops.gemm.problem import GemmProblem
 from fourwave.ops.gemm.sm90_config import HopperConfig
@@ -607,6 +607,15 @@ def test_a_second_call_of_a_kind_is_checked_like_the_first():
         fw.gemm(x, x, activation=["relu"])  # type: ignore[arg-type]
     for alpha in (1.0, 2.0, 0.5):
         torch.testing.assert_close(fw.gemm(x, x, alpha=alpha), alpha * expected)
+    tokens, vector, given = torch.randn(2, 3, 8), torch.randn(8), torch.empty(2, 3, 6)
+    for _ in range(2):
+        torch.testing.assert_close(fw.gemm(tokens, x), tokens @ x.mT)
+        torch.testing.assert_close(fw.gemm(vector, x), x @ vector)
+        assert fw.gemm(tokens, x, out=given) is given
+        torch.testing.assert_close(given, tokens @ x.mT)
+        wgrad = fw.gemm(given, tokens, trans_a=True, trans_b=False)
+        torch.testing.assert_close(wgrad, given.flatten(0, 1).mT @ tokens.flatten(0, 1))
+    assert any(entry.plan.a_view is not None for entry in quick._entries.values())
     with fw.use_backend("sim"), pytest.raises((fw.BackendUnavailable, NotImplementedError, ValueError)):
         fw.gemm(x.to(torch.int32), x.to(torch.int32))
 

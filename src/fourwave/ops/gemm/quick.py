@@ -87,27 +87,30 @@ def quick(
             accumulate=accumulate, batch_invariant=batch_invariant, fast_accum=fast_accum, backend=backend,
         )  # fmt: skip
         result = execute(args)
-        plan = plan_of(args)
-        if plan is not None and plan.a_view is None and plan.b_view is None and (out is None or out.dim() == 2):
+        plan = plan_of(args) if entry is None else None
+        if plan is not None:
             if len(_entries) >= MAX_PLANS:
                 _entries.clear()
             _entries[key] = _Entry(plan, *(0 if t is None else _extent(t) for t in (a, b, bias, out)))
         return result
     plan, a_extent, b_extent, bias_extent, out_extent = entry
+    if plan.a_view is not None:
+        a = a.view(plan.a_view)
+    if plan.b_view is not None:
+        b = b.view(plan.b_view)
     problem = plan.problem
-    if out is None:
-        target = torch.empty(plan.out_shape, dtype=problem.out_dtype, device=a.device)
-        plan.backend.run_gemm(problem, None, GemmTensors(a, b, target, bias, float(alpha)))
-        return target
-    low = out.data_ptr()
-    high = low + out_extent
-    for t, extent in ((a, a_extent), (b, b_extent), (bias, bias_extent)):
-        if t is not None and low < t.data_ptr() + extent and t.data_ptr() < high:
-            return None  # perhaps columns of one buffer; the long way tells
-    plan.backend.run_gemm(problem, None, GemmTensors(a, b, out, bias, float(alpha)))
-    if plan.backend.name != "native":
+    result = torch.empty(plan.out_shape, dtype=problem.out_dtype, device=a.device) if out is None else out
+    if out is not None:
+        low = out.data_ptr()
+        high = low + out_extent
+        for t, extent in ((a, a_extent), (b, b_extent), (bias, bias_extent)):
+            if t is not None and low < t.data_ptr() + extent and t.data_ptr() < high:
+                return None  # perhaps columns of one buffer; the long way tells
+    target = result if result.dim() == 2 else result.view(problem.M, problem.out_columns)
+    plan.backend.run_gemm(problem, None, GemmTensors(a, b, target, bias, float(alpha)))
+    if out is not None and plan.backend.name != "native":
         bump((out,))
-    return out
+    return result
 
 
 def _extent(t: Tensor) -> int:
