@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -71,6 +70,3 @@ def launch(case: GemmCase, arch: str, config: GemmConfig | None = None) -> torch
     problem, tensors, _, _ = check(args)
     amd.run(problem, config or default_config(problem, arch)[0], arch, tensors)
     return out
-
-
-__all__ = ["OPERANDS", "case_of", "kernels", "launch", "pipeline", "replace"]

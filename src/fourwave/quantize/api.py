@@ -6,7 +6,6 @@ import logging
 import math
 
 import torch
-from torch.autograd import forward_ad
 
 from fourwave.backends import registry, select
 from fourwave.backends.base import Backend
@@ -15,6 +14,7 @@ from fourwave.formats.scale_rules import BLOCK_RULES, MX_RULES
 from fourwave.quantize.problem import INPUTS, QuantizeProblem, QuantizeTensors
 from fourwave.quantize.reference import quantize_nothing
 from fourwave.quantize.tensor import DIRECTIONS, FORMATS, QuantFormat, QuantizedTensor
+from fourwave.transforms import PLAIN, has_tangent, is_special
 
 Tensor = torch.Tensor
 
@@ -140,15 +140,9 @@ def _check(
         raise ValueError("x or scale requires grad, and quantize has no gradient: detach it, or use torch.no_grad()")
     if backend is not None and (not isinstance(backend, str) or not backend):
         raise ValueError(f"backend is {backend!r}; it must be a string, one of {', '.join(registry.known())}, or None")
-    if _has_tangent(x):
+    if has_tangent((x,)):
         raise NotImplementedError("x has a forward-mode tangent, which would be dropped: quantize has no gradient")
     return fmt
-
-
-def _has_tangent(x: Tensor) -> bool:
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return False
-    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _is_gfx942(device: torch.device) -> bool:
@@ -159,16 +153,9 @@ def _is_gfx942(device: torch.device) -> bool:
     return device_arch(torch.cuda.current_device() if device.index is None else device.index) == "gfx942"
 
 
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))
-
-
 def _needs_operator(*tensors: Tensor | None) -> bool:
     """Whether something other than plain eager execution has to see the call as one operator."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return True
-    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None:
-        return True
-    return any(type(t) not in _PLAIN for t in tensors) or any(t is not None and t.is_meta for t in tensors)
+    return is_special() or any(t is not None and (type(t) not in PLAIN or t.is_meta) for t in tensors)
 
 
 def _problem(

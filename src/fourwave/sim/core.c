@@ -1044,7 +1044,12 @@ static void end_group(Group *g) { /* adds what it counted and found to the launc
         Finding *f = &g->findings[i];
         for (; j < L->num_findings; j++)
             if (L->findings[j].kind == f->kind && L->findings[j].line == f->line && L->findings[j].other_line == f->other_line && L->findings[j].detail == f->detail) break;
-        if (j < L->num_findings) L->findings[j].count += f->count;
+        if (j < L->num_findings) {
+            // The lowest workgroup stands for all, whichever host thread came first.
+            const u64 count = L->findings[j].count + f->count;
+            if (f->workgroup < L->findings[j].workgroup) L->findings[j] = *f;
+            L->findings[j].count = count;
+        }
         else if (L->num_findings < L->max_findings) L->findings[L->num_findings++] = *f;
     }
     pthread_mutex_unlock(&merge);

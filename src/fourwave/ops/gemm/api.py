@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch.autograd import forward_ad
 
 from fourwave.formats.element import E8M0
 from fourwave.ops.gemm.check import (
@@ -32,8 +31,9 @@ from fourwave.ops.gemm.execute import execute
 from fourwave.ops.gemm.explain import Explanation, explain_arguments
 from fourwave.ops.gemm.operators import register_flops
 from fourwave.ops.gemm.problem import FLOAT8, SWIGLU
-from fourwave.ops.gemm.quick import is_special, quick
+from fourwave.ops.gemm.quick import quick
 from fourwave.quantize.tensor import DIRECTIONS, FORMATS, QuantizedTensor
+from fourwave.transforms import PLAIN, has_tangent, is_special, requires_grad
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
@@ -290,7 +290,7 @@ def _call(args: Arguments) -> Tensor:
         register_flops()
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("torch.func transforms (grad, vmap, ...) cannot go through gemm: use torch.autograd")
-    if _has_tangent(tensors):
+    if has_tangent(tensors):
         raise NotImplementedError(
             "an argument has a forward-mode tangent, which would be dropped: gemm has backward-mode gradients only"
         )
@@ -310,7 +310,7 @@ def _call(args: Arguments) -> Tensor:
             a, b, bias, args.trans_a, args.trans_b, args.out_dtype, args.activation, float(args.alpha), args.batch_invariant,
             args.backend,
         )  # fmt: skip
-    if grad and _requires_grad(tensors):
+    if grad and requires_grad(tensors):
         given = [name for name in ("out", "preactivation", "bias_grad") if getattr(args, name) is not None]
         if args.out_scaling is not None:
             given = []  # made by gemm
@@ -337,25 +337,12 @@ def _call(args: Arguments) -> Tensor:
     return result
 
 
-def _requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
-
-
-def _has_tangent(tensors: tuple[Tensor | None, ...]) -> bool:
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return False
-    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
 def _needs_operator(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether something other than plain eager execution has to see the call as one operator."""
-    if is_special() or (forward_ad._current_level >= 0 and _has_tangent(tensors)):
+    if is_special() or has_tangent(tensors):
         return True
     grad = torch.is_grad_enabled()
     for t in tensors:
-        if t is not None and (type(t) not in _PLAIN or (grad and t.requires_grad)):
+        if t is not None and (type(t) not in PLAIN or (grad and t.requires_grad)):
             return True
     return False

@@ -16,8 +16,8 @@ from fourwave.backends import select
 from fourwave.ops.gemm.check import Arguments, Tensor
 from fourwave.ops.gemm.execute import MAX_PLANS, Plan, bump, execute, plan_of
 from fourwave.ops.gemm.problem import GemmTensors
+from fourwave.transforms import PLAIN, is_special
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _logger = select.logger
 
 
@@ -32,17 +32,6 @@ class _Entry(NamedTuple):
 
 _entries: dict[Any, _Entry] = {}
 select.on_clear(_entries.clear)
-
-
-def is_special() -> bool:
-    """Whether something other than plain eager execution looks at every call now: a transform, a mode, tracing."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        # TorchDispatchMode (FakeTensorMode, make_fx, ...) and torch.jit.trace
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-    )
 
 
 def quick(
@@ -68,7 +57,7 @@ def quick(
         return None
     for t in (a, b, bias, out):
         if t is not None and (
-            type(t) not in _PLAIN or (grad and t.requires_grad) or t.layout is not torch.strided or t.is_neg()
+            type(t) not in PLAIN or (grad and t.requires_grad) or t.layout is not torch.strided or t.is_neg()
         ):
             return None
     key = (

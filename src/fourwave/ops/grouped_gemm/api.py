@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import forward_ad
 
 from fourwave.backends import registry
 from fourwave.ops.gemm.problem import FLOAT8
@@ -16,6 +15,7 @@ from fourwave.ops.grouped_gemm.explain import GroupedExplanation, explain_argume
 from fourwave.ops.grouped_gemm.preshuffle import Preshuffled
 from fourwave.ops.grouped_gemm.problem import REDUCTION, ROWS
 from fourwave.quantize.tensor import QuantizedTensor
+from fourwave.transforms import PLAIN, has_tangent, is_special, requires_grad
 
 if TYPE_CHECKING:
     from fourwave.ops.grouped_gemm.config import GroupedConfig
@@ -259,7 +259,7 @@ def _call(args: GroupedArguments) -> Tensor:
         raise NotImplementedError(
             "torch.func transforms (grad, vmap, ...) cannot go through grouped_gemm: use torch.autograd"
         )
-    if _has_tangent(*tensors):
+    if has_tangent(tensors):
         raise NotImplementedError(
             "an argument has a forward-mode tangent, which would be dropped: grouped_gemm has backward-mode gradients only"
         )
@@ -269,7 +269,7 @@ def _call(args: GroupedArguments) -> Tensor:
     if grad and any(t.dtype in FLOAT8 and t.requires_grad for t in (args.a, args.b)):
         raise ValueError("8-bit operands require grad: their gradient would be rounded to 8 bits; detach them")
     if args.out is not None or args.a_scaling is not None or args.b_scaling is not None:
-        if grad and _requires_grad(*tensors):
+        if grad and requires_grad(tensors):
             what = "out= was given" if args.out is not None else "operands are quantized"
             raise ValueError(
                 f"{what} and an argument requires grad; no gradient is recorded of such a call: use torch.no_grad()"
@@ -299,23 +299,9 @@ def _call(args: GroupedArguments) -> Tensor:
 
 def _needs_operator(*tensors: Tensor | None) -> bool:
     """Whether something other than plain eager execution has to see the call as one operator."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if is_special() or has_tangent(tensors) or any(t is not None and type(t) not in PLAIN for t in tensors):
         return True
-    if torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None:
-        return True
-    if _has_tangent(*tensors) or any(type(t) not in (Tensor, torch.nn.Parameter, type(None)) for t in tensors):
-        return True
-    return torch.is_grad_enabled() and _requires_grad(*tensors)
-
-
-def _requires_grad(*tensors: Tensor | None) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
-
-
-def _has_tangent(*tensors: Tensor | None) -> bool:
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return False
-    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    return torch.is_grad_enabled() and requires_grad(tensors)
 
 
 def _check_choice(args: GroupedArguments) -> None:

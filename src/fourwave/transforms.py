@@ -1,0 +1,32 @@
+"""Whether something other than plain eager execution looks at a call: then it must see one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.autograd import forward_ad
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # other types of tensor may have a dispatch of their own
+
+
+def is_special() -> bool:
+    """Whether every call is looked at now: by torch.compile, a torch.func transform, a mode, tracing."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        # TorchDispatchMode (FakeTensorMode, make_fx, ...) and torch.jit.trace
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
+def has_tangent(tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether one of them carries a forward-mode tangent."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+
+
+def requires_grad(tensors: Iterable[torch.Tensor | None]) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
