@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
+from fourwave.backends.explanation import Explanation
 from fourwave.formats.element import E8M0
 from fourwave.ops.gemm.check import (
     NUM_TENSORS,
@@ -28,7 +29,7 @@ from fourwave.ops.gemm.check import (
     product_shape,
 )
 from fourwave.ops.gemm.execute import execute
-from fourwave.ops.gemm.explain import Explanation, explain_arguments
+from fourwave.ops.gemm.explain import explain_arguments
 from fourwave.ops.gemm.operators import register_flops
 from fourwave.ops.gemm.problem import FLOAT8, SWIGLU
 from fourwave.ops.gemm.quick import quick

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fourwave.backends import registry
+from fourwave.backends.explanation import Explanation
 from fourwave.ops.gemm.problem import FLOAT8
 from fourwave.ops.grouped_gemm import groupwise, operators
 from fourwave.ops.grouped_gemm.check import GroupedArguments, Tensor
 from fourwave.ops.grouped_gemm.execute import execute
-from fourwave.ops.grouped_gemm.explain import GroupedExplanation, explain_arguments
+from fourwave.ops.grouped_gemm.explain import explain_arguments
 from fourwave.ops.grouped_gemm.preshuffle import Preshuffled
 from fourwave.ops.grouped_gemm.problem import REDUCTION, ROWS
 from fourwave.quantize.tensor import QuantizedTensor
@@ -117,7 +118,7 @@ def grouped_gemm_wgrad(
     return _call(args)
 
 
-def explain_grouped(a: Any, b: Any, m_sizes: Tensor, *, wgrad: bool = False, **kwargs: Any) -> GroupedExplanation:
+def explain_grouped(a: Any, b: Any, m_sizes: Tensor, *, wgrad: bool = False, **kwargs: Any) -> Explanation:
     """Which backend, kernel and config `grouped_gemm` (or, with wgrad, `grouped_gemm_wgrad`) would use with these arguments.
 
     Runs no kernel and writes nothing.
