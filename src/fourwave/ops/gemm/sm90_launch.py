@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from fourwave.backends import guard
-from fourwave.ops.gemm import sm90_cache
+from fourwave.backends import cutedsl_cache, guard
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.ops.gemm.sm90_config import (
     MAX_STRIDE_BYTES,
@@ -217,10 +216,10 @@ def _executor(spec: Specialisation) -> Any:
         executor = _compiled.get(spec)
         if executor is None:
             guard.import_cutlass()
-            compiled = sm90_cache.load(spec)
+            compiled = cutedsl_cache.load(spec)
             if compiled is None:
                 compiled = compile_kernel(spec)
-                sm90_cache.store(spec, compiled)
+                cutedsl_cache.store(spec, compiled)
             executor = _compiled[spec] = compiled.to(None)
     return executor
 

@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import logging
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,14 @@ def directory() -> Path:
     return env.cache_dir() / "sm90"
 
 
-@functools.lru_cache(maxsize=1)
-def _fingerprint() -> str:
-    """Of all that a kernel is compiled from besides its specialisation."""
-    package = Path(__file__).parents[2]
-    sources = sorted([*(package / "blocks" / "cutedsl").glob("*.py"), *(package / "ops" / "gemm").glob("sm90*.py")])
+@functools.cache
+def _fingerprint(module: str) -> str:
+    """Of all that a kernel is compiled from besides its specialisation, whose class is in `module`: the sm90 files beside that,
+    the shared blocks and the formats' constants."""
+    package = Path(__file__).parents[1]
+    beside = Path(sys.modules[module].__file__ or "").parent
+    sources = sorted([*(package / "blocks" / "cutedsl").glob("*.py"), *beside.glob("sm90*.py")])
+    sources += [package / "formats" / name for name in ("element.py", "scale_rules.py")]
     digest = hashlib.sha256()
     for source in sources:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -42,7 +46,7 @@ def _fingerprint() -> str:
 
 
 def _name(spec: object) -> str:
-    return "fourwave_" + hashlib.sha256(f"{_fingerprint()} {spec!r}".encode()).hexdigest()[:40]
+    return "fourwave_" + hashlib.sha256(f"{_fingerprint(type(spec).__module__)} {spec!r}".encode()).hexdigest()[:40]
 
 
 def load(spec: object) -> Any:
