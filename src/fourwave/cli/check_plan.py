@@ -83,9 +83,7 @@ def rows(
             fnuz = arch == "gfx942" and not FORMATS[case.format].is_mx
             yield Planned(case.kind, replace(case, fnuz=fnuz, seed=seed))
     else:
-        for group, grouped in grouped_cases.plan(arch, full, seed):
-            if arch == "gfx942" and grouped.scaling == "1x32":
-                continue  # MX groups have a kernel on gfx950 only
+        for group, grouped in grouped_cases.plan(arch, seed):
             yield Planned(group, grouped)
 
 

@@ -10,12 +10,13 @@ from fourwave.blocks.flydsl.block128 import BLOCK_K, GlobalScales128, ScalePart,
 from fourwave.blocks.flydsl.control import when
 from fourwave.blocks.flydsl.epilogue import Epilogue, Partials, store_tile
 from fourwave.blocks.flydsl.groups import Sizes, matrix_view, vector_view
-from fourwave.blocks.flydsl.loaders import GlobalTile
+from fourwave.blocks.flydsl.loaders import GlobalTile, StagedCodes, StagedTile
 from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, keep_order, minimum, select, uniform
 from fourwave.blocks.flydsl.mma import FORMATS
 from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
-from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, MMA_M, MMA_N, WAVE, WORKGROUP, log2
-from fourwave.ops.grouped_gemm.config import block_scaled, scale_extents
+from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, MMA_M, MMA_N, WAVE, WORKGROUP, CodeTile, log2
+from fourwave.ops.gemm.config import code_format
+from fourwave.ops.grouped_gemm.config import block_scaled, brings_scales, dequantizes, scale_extents
 from fourwave.ops.grouped_gemm.preshuffle import K_BLOCK
 from fourwave.ops.grouped_gemm.preshuffle import ROWS as SHUFFLED_ROWS
 
@@ -27,7 +28,10 @@ def name_of(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def operand_format(problem):
+def operand_format(problem, arch):
+    """Of what is multiplied."""
+    if dequantizes(problem, arch):
+        return FORMATS["bfloat16", "bfloat16"]
     return FORMATS[name_of(problem.a_dtype), name_of(problem.b_dtype)]
 
 
@@ -113,10 +117,12 @@ class Work:
     num_k_tiles  K tiles there are
     """
 
-    def __init__(self, arguments, problem, geo, split=1, step_k=None):
-        """split: parts of K, of whole steps of step_k (a step of the main loop); only where rows are split."""
+    def __init__(self, arguments, problem, geo, split=1, step_k=None, codes=False):
+        """split: parts of K, of whole steps of step_k (a step of the main loop); only where rows are split. codes: config.dequantizes."""
         self.arguments, self.problem, self.geo, self.split, self.step_k = arguments, problem, geo, split, step_k
-        self.blocks = block_scaled(problem)
+        self.blocks, self.codes = block_scaled(problem), codes
+        # As they lie in global memory.
+        self.tile_a, self.tile_b = (CodeTile.of(tile) if codes else tile for tile in (geo.a, geo.b))
         self.thread = fx.Int32(fx.thread_idx.x)
         self.lane = self.thread % WAVE
         self.wave = uniform(self.thread // WAVE)
@@ -158,8 +164,12 @@ class Work:
         index = uniform(index)
         self.group = group = sizes.with_index(index)
         self.m0, self.n0 = (m_tile - index * tiles_m) * geo.tile_m, n_tile * geo.tile_n
-        # K tiles lie where blocks of scales do, so the first one may begin before the group.
-        self.k_first = group.first & -BLOCK_K if self.blocks else group.first
+        # K tiles lie where blocks of scales do, so the first one may begin before the group. An empty group has none: a NaN
+        # scale of the block around it would meet zeros.
+        self.k_first = group.first
+        if self.blocks:
+            block_k = 32 if self.codes else BLOCK_K
+            self.k_first = select(group.first < group.end, group.first & -block_k, group.end)
         self.k_end = group.end
         self.weights = fx.Int64(index)
 
@@ -172,24 +182,62 @@ class Work:
             # Rows of the next group would do no harm, but cost bandwidth.
             end = minimum(self.group.end, self.m0 + self.geo.tile_m)
             view = matrix_view(a, fx.Int64(0), end, columns, stride)
-            return GlobalTile(view, self.geo.a, self.m0, self.k_end, self.thread)
-        return self._of_rows(a, self.geo.a, self.m0, columns, stride)
+            return GlobalTile(view, self.tile_a, self.m0, self.k_end, self.thread)
+        return self._of_rows(a, self.tile_a, self.m0, columns, stride)
 
     def global_b(self):
         b = self.arguments.b
         if self.problem.split != "rows":
-            return self._of_rows(b, self.geo.b, self.n0, fx.get_scalar(b.shape[1]), fx.get_scalar(b.stride[0]))
+            return self._of_rows(b, self.tile_b, self.n0, fx.get_scalar(b.shape[1]), fx.get_scalar(b.stride[0]))
         if self.problem.b_preshuffled:
             return PreshuffledTile(self)
         offset = self.weights * fx.Int64(fx.get_scalar(b.stride[0]))
         view = matrix_view(b, offset, fx.get_scalar(b.shape[1]), fx.get_scalar(b.shape[2]), fx.get_scalar(b.stride[1]))
-        return GlobalTile(view, self.geo.b, self.n0, self.k_end, self.thread)
+        return GlobalTile(view, self.tile_b, self.n0, self.k_end, self.thread)
 
     def _of_rows(self, tensor, tile, column0, columns, stride):
         view = matrix_view(tensor, fx.Int64(0), self.k_end, columns, stride)
         if self.blocks:
             return LateTile(view, tile, column0, self.k_end, self.thread, self.group.first)
         return GlobalTile(view, tile, column0, self.k_end, self.thread)
+
+    def staged_a(self, dtype):
+        """gfx942: a on its way through registers; dtype: of its elements."""
+        tile = self.global_a()
+        if not self.codes:
+            return StagedTile(tile, dtype, self.thread)
+        arguments = self.arguments
+        scale = arguments.a_scale
+        if self.problem.split == "rows":
+            end = minimum(self.group.end, self.m0 + self.geo.tile_m)
+            view = matrix_view(scale, fx.Int64(0), end, self._scale_blocks(arguments.K), arguments.a_stride)
+        else:
+            view = self._scales_of_rows(scale, arguments.M, arguments.a_k_stride)
+        return GroupedCodes(tile, view, self.geo.a, code_format(self.problem.a_dtype), self.m0, self.k_end, self.thread)
+
+    def staged_b(self, dtype):
+        """As staged_a."""
+        tile = self.global_b()
+        if not self.codes:
+            return StagedTile(tile, dtype, self.thread)
+        arguments = self.arguments
+        scale = arguments.b_scale
+        offset = self.weights * fx.Int64(arguments.b_group_stride)
+        if self.problem.split != "rows":
+            view = self._scales_of_rows(scale, arguments.N, arguments.b_k_stride)
+        elif self.geo.b.k_contiguous:
+            view = matrix_view(scale, offset, arguments.N, self._scale_blocks(arguments.K), arguments.b_stride)
+        else:
+            blocks = self._scale_blocks(arguments.K)
+            view = matrix_view(scale, offset, blocks, _whole_words(arguments.N), arguments.b_k_stride)
+        return GroupedCodes(tile, view, self.geo.b, code_format(self.problem.b_dtype), self.n0, self.k_end, self.thread)
+
+    def _scales_of_rows(self, scale, columns, pitch):
+        return matrix_view(scale, fx.Int64(0), self._scale_blocks(self.k_end), _whole_words(columns), pitch)
+
+    @staticmethod
+    def _scale_blocks(k):
+        return (k + 31) >> 5
 
     def k0(self, tile_index):
         """First k of the K tile that is multiplied as number tile_index; past the last one, a k that is past all.
@@ -323,12 +371,25 @@ class Work:
         store_tile(acc, epi, told, self.m0, self.n0, self.geo, self.wave_m, self.wave_n, self.lane)
 
 
-def scale_parts(problem, config, geo):
-    """(a, b) of the block scales, or () where there are none."""
-    if not block_scaled(problem):
+def scale_parts(problem, config, geo, arch):
+    """(a, b) of the block scales that lie in LDS, or () where there are none."""
+    if not brings_scales(problem, arch):
         return ()
     (kind_a, extent_a), (kind_b, extent_b) = scale_extents(problem, config)
     return ScalePart(kind_a, extent_a, geo.a), ScalePart(kind_b, extent_b, geo.b)
+
+
+def _whole_words(columns):
+    """Bytes of a row of scales, which amd.run pads: loads of words give nothing where a word is not whole."""
+    return (columns + 3) & -4
+
+
+class GroupedCodes(StagedCodes):
+    """StagedCodes of the tile of codes `source`, which may be a LateTile."""
+
+    def __init__(self, source, scale, image, code_format, row0, K, thread):
+        super().__init__(source.tensor, scale, image, code_format, row0, K, thread)
+        self.source = source
 
 
 class LateTile(GlobalTile):

@@ -14,6 +14,9 @@ Schedule, K tile k, with two LDS buffers and AHEAD more tiles in registers; a st
 The compiler counts the waits for the loads, since their results are ordinary registers.
 Every wave of a workgroup passes every barrier equally often.
 
+Blocks of 32 k with e8m0 scales: codes, in OCP formats, become bfloat16 between registers and LDS (loaders.StagedCodes) and are multiplied
+as such. In wgrad the first K tile begins with the block that the group begins in.
+
 Limits  config.py, amd.py
 Source  as ops/gemm/cdna3.py; order of preshuffled weights: preshuffle.py
 """
@@ -26,13 +29,13 @@ from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.block128 import BlockMma
 from fourwave.blocks.flydsl.control import loop, when
-from fourwave.blocks.flydsl.loaders import Fragments, StagedTile
+from fourwave.blocks.flydsl.loaders import Fragments
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, wait_lds
 from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import num_tiles
 from fourwave.blocks.flydsl.tiles import WORKGROUP
 from fourwave.ops.grouped_gemm.cdna import Work, epilogue, launcher, operand_format, scale_parts
-from fourwave.ops.grouped_gemm.config import B_TILES_AHEAD, block_scaled, geometry, tiles_per_step
+from fourwave.ops.grouped_gemm.config import B_TILES_AHEAD, brings_scales, dequantizes, geometry, tiles_per_step
 
 ARCH = "gfx942"
 NUM_STAGES = 2  # LDS buffers per operand
@@ -43,12 +46,11 @@ PARTS = 4  # v_mfma_f32_16x16x32 of 128 k
 def build(spec):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
     problem, config = spec.problem, spec.config
-    geo, fmt, epi = geometry(problem, config, ARCH), operand_format(problem), epilogue(spec)
+    geo, fmt, epi = geometry(problem, config, ARCH), operand_format(problem, ARCH), epilogue(spec)
     assert geo.num_stages == NUM_STAGES, "why_unsupported lets nothing else through"
-    blocks, direct_b = block_scaled(problem), problem.b_preshuffled
+    blocks, direct_b = brings_scales(problem, ARCH), problem.b_preshuffled
     per_step = tiles_per_step(problem, config, ARCH)
-    parts = scale_parts(problem, config, geo)
-    staged_loads = geo.a.loads + (0 if direct_b else geo.b.loads)
+    parts = scale_parts(problem, config, geo, ARCH)
     bytes_a = NUM_STAGES * geo.a.stage_bytes
     bytes_b = 0 if direct_b else NUM_STAGES * geo.b.stage_bytes
     columns = blocks and parts[1].kind == "columns"
@@ -60,14 +62,16 @@ def build(spec):
     @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
     def grouped_gemm_cdna3(arguments):
         lds = fx.SharedAllocator().allocate(Storage).peek().tiles.ptr
-        work = Work(arguments, problem, geo, config.split_k, per_step * config.tile_k)
+        step_k = per_step * config.tile_k
+        work = Work(arguments, problem, geo, config.split_k, step_k, dequantizes(problem, ARCH))
         when(work.active, lambda: compute(work, lds))
 
     def compute(work, lds):
         lane, thread = work.lane, work.thread
-        staged_a = StagedTile(work.global_a(), fmt.dtype, thread)
-        global_b = work.global_b()
-        staged_b: Any = None if direct_b else StagedTile(global_b, fmt.dtype, thread)
+        staged_a = work.staged_a(fmt.dtype)
+        global_b: Any = work.global_b() if direct_b else None
+        staged_b: Any = None if direct_b else work.staged_b(fmt.dtype)
+        moving = (staged_a,) if direct_b else (staged_a, staged_b)
         fragments_a = Fragments(geo.a, fmt, work.wave_m * geo.wave_tile_m, geo.frags_m, lane)
         fragments_b: Any = None if direct_b else Fragments(geo.b, fmt, work.wave_n * geo.wave_tile_n, geo.frags_n, lane)
         if blocks:
@@ -86,6 +90,13 @@ def build(spec):
 
         def load_b(tile_index):
             return [global_b.load(work.k0(tile_index))] if direct_b else []
+
+        def direct_fragments(fragments, k_slice):
+            """Those of one slice, of preshuffled fragments of 128 k."""
+            if geo.num_slices == 1:
+                return fragments
+            words = geo.b.fragment_bytes // 4
+            return [each.shuffle(each, list(range(k_slice * words, (k_slice + 1) * words))) for each in fragments]
 
         def write_tile(values, stage):
             staged_a.store(values[: staged_a.values], lds, stage * geo.a.stage_bytes)
@@ -164,7 +175,7 @@ def build(spec):
                     else:
                         next_frags = read_fragments(stage, k_slice + 1)
                     a = fragments_a.sort(frags[:num_a])
-                    b = ahead[0] if direct_b else fragments_b.sort(frags[num_a:])
+                    b = direct_fragments(ahead[0], k_slice) if direct_b else fragments_b.sort(frags[num_a:])
                     if blocks:
                         rows = [scale[tile] for scale in scales[: geo.frags_m]]
                         acc = mma.fold(
@@ -172,9 +183,9 @@ def build(spec):
                         )
                     else:
                         acc = mma.step(a, b, acc)
-                    moved = staged_loads if last else 0
-                    loads = moved + (2 * geo.frags_n if direct_b and last else 0)
-                    interleave(mma.instructions, writes=moved, loads=loads)
+                    writes = sum(each.writes for each in moving) if last else 0
+                    loads = sum(each.loads for each in moving) + (2 * geo.frags_n if direct_b else 0) if last else 0
+                    interleave(mma.instructions, writes=writes, loads=loads)
                     keep_order()
                     frags, scales, at_columns = next_frags, next_scales, next_columns
                 ahead = ahead[1:]

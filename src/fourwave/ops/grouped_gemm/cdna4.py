@@ -47,10 +47,10 @@ ARCH = "gfx950"
 def build(spec):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
     problem, config = spec.problem, spec.config
-    geo, fmt, epi = geometry(problem, config, ARCH), operand_format(problem), epilogue(spec)
+    geo, fmt, epi = geometry(problem, config, ARCH), operand_format(problem, ARCH), epilogue(spec)
     blocks, direct_b = block_scaled(problem), problem.b_preshuffled
     per_step = tiles_per_step(problem, config, ARCH)
-    parts = scale_parts(problem, config, geo)
+    parts = scale_parts(problem, config, geo, ARCH)
     scale_loads = sum(part.loads for part in parts)
     tile_loads = geo.a.loads + (2 * geo.frags_n if direct_b else geo.b.loads)
     bytes_a = geo.num_stages * geo.a.stage_bytes

@@ -17,6 +17,7 @@ from fourwave.blocks.flydsl.tiles import (
     REGISTERS,
     WAVE,
     WORKGROUP,
+    CodeTile,
     Geometry,
     OperandTile,
 )
@@ -104,14 +105,14 @@ _CANDIDATES_PRESHUFFLED = {
 def candidates(problem: GroupedProblem, arch: str) -> list[GroupedConfig]:
     """The configurations that are compiled and tested for problems of this kind."""
     table = (_CANDIDATES_PRESHUFFLED if problem.b_preshuffled else _CANDIDATES)[arch]
-    size = problem.a_dtype.itemsize
+    size = elem_bytes(problem, arch)
     configs = [GroupedConfig(m, n, k // size, stages, wm, wn) for m, n, k, stages, wm, wn in table]
     return [config for config in configs if _why_config_unsupported(problem, config, arch) is None]
 
 
 def fragment_bytes(problem: GroupedProblem, arch: str) -> int:
     """Bytes per lane of a fragment: all of 128 k where blocks of them have scales."""
-    if problem.a_dtype.itemsize == 1 and (arch == "gfx950" or block_scaled(problem)):
+    if elem_bytes(problem, arch) == 1 and (arch == "gfx950" or block_scaled(problem)):
         return 32
     return 16
 
@@ -125,9 +126,24 @@ def is_mx(problem: GroupedProblem) -> bool:
     return problem.a_scaling == "1x32"
 
 
+def dequantizes(problem: GroupedProblem, arch: str) -> bool:
+    """Whether codes become bfloat16 on their way to LDS: the matrix unit of gfx942 takes no scales."""
+    return is_mx(problem) and arch == "gfx942"
+
+
+def elem_bytes(problem: GroupedProblem, arch: str) -> int:
+    """Bytes of an operand's element in LDS."""
+    return 2 if dequantizes(problem, arch) else problem.a_dtype.itemsize
+
+
+def brings_scales(problem: GroupedProblem, arch: str) -> bool:
+    """Whether scales of blocks lie in LDS beside the operands."""
+    return block_scaled(problem) and not dequantizes(problem, arch)
+
+
 def operand_tiles(problem: GroupedProblem, config: GroupedConfig, arch: str) -> tuple[OperandTile, OperandTile]:
     """As fourwave.ops.gemm.config.operand_tiles."""
-    banks, elem_bytes = LDS_BANKS[arch], problem.a_dtype.itemsize
+    banks, size = LDS_BANKS[arch], elem_bytes(problem, arch)
     fragment = fragment_bytes(problem, arch)
 
     def tile(extent: int, waves: int, k_contiguous: bool, pairs: bool) -> OperandTile:
@@ -136,10 +152,11 @@ def operand_tiles(problem: GroupedProblem, config: GroupedConfig, arch: str) -> 
             group = 2 if pairs and fragments % 2 == 0 else 1
         else:
             group = next(g for g in (4, 2, 1) if fragments % g == 0) if arch == "gfx942" else 1
-        return OperandTile(extent, config.tile_k, k_contiguous, elem_bytes, banks, group, fragment)
+        return OperandTile(extent, config.tile_k, k_contiguous, size, banks, group, fragment)
 
     # All four waves load: of a tile of 16 rows, half of them nothing.
-    rows = max(config.tile_m, LOAD_BYTES // (config.tile_k * elem_bytes)) if problem.a_k_last else config.tile_m
+    loaded = problem.a_dtype.itemsize
+    rows = max(config.tile_m, LOAD_BYTES // (config.tile_k * loaded)) if problem.a_k_last else config.tile_m
     return (
         tile(rows, config.waves_m, problem.a_k_last, False),
         tile(config.tile_n, config.waves_n, problem.b_k_last, True),
@@ -163,9 +180,9 @@ def geometry(problem: GroupedProblem, config: GroupedConfig, arch: str) -> Geome
 
 def tiles_per_step(problem: GroupedProblem, config: GroupedConfig, arch: str) -> int:
     """K tiles that one step of the main loop covers."""
-    if block_scaled(problem):
+    if brings_scales(problem, arch):
         return SCALE_STEPS
-    if problem.a_dtype.itemsize == 1 and problem.split == ROWS and problem.layout == "TN":
+    if elem_bytes(problem, arch) == 1 and problem.split == ROWS and problem.layout == "TN":
         return B_TILES_AHEAD + 1  # preshuffled or not: the order of a sum depends on the steps
     if arch == "gfx942":
         return 2  # as many as are in registers (cdna3.AHEAD), so that none are copied
@@ -184,9 +201,9 @@ def scale_extents(problem: GroupedProblem, config: GroupedConfig) -> tuple[tuple
     return ("rows", config.tile_m), ("columns", config.tile_n)
 
 
-def scale_bytes(problem: GroupedProblem, config: GroupedConfig) -> int:
+def scale_bytes(problem: GroupedProblem, config: GroupedConfig, arch: str) -> int:
     """LDS of the scales."""
-    if not block_scaled(problem):
+    if not brings_scales(problem, arch):
         return 0
     return sum(
         (2 if kind in ("columns", "mx bytes") else 1) * -(-extent * SCALE_STEPS // WORKGROUP) * 4 * WORKGROUP
@@ -197,7 +214,7 @@ def scale_bytes(problem: GroupedProblem, config: GroupedConfig) -> int:
 def lds_bytes(problem: GroupedProblem, config: GroupedConfig, arch: str) -> int:
     a, b = operand_tiles(problem, config, arch)
     stage = a.stage_bytes + (0 if problem.b_preshuffled else b.stage_bytes)
-    return config.num_stages * stage + scale_bytes(problem, config)
+    return config.num_stages * stage + scale_bytes(problem, config, arch)
 
 
 def min_registers(problem: GroupedProblem, config: GroupedConfig, arch: str) -> int:
@@ -206,10 +223,10 @@ def min_registers(problem: GroupedProblem, config: GroupedConfig, arch: str) -> 
     fragment = fragment_bytes(problem, arch) // 4
     registers = frags_m * frags_n * 4
     if problem.b_preshuffled:
-        registers += (2 * frags_m + (B_TILES_AHEAD + 1) * frags_n) * fragment
+        registers += 2 * frags_m * fragment + (B_TILES_AHEAD + 1) * frags_n * BLOCK_K * 16 // (4 * WAVE)
     else:
         registers += (2 * frags_m + frags_n + 1) * fragment
-    if block_scaled(problem):
+    if brings_scales(problem, arch):
         registers += SCALE_STEPS * (frags_m + (frags_n if is_mx(problem) else 1))
     if arch == "gfx942":
         staged = config.tile_m + (0 if problem.b_preshuffled else config.tile_n)
@@ -257,7 +274,7 @@ def default_config(problem: GroupedProblem, arch: str) -> tuple[GroupedConfig, l
     m_sizes is not known: half of the last tile of every group is taken to be empty. Then as in fourwave.ops.gemm.config:
     rounds of workgroups over the compute units, times what one tile takes.
     """
-    cus, size = NUM_CUS[arch], problem.a_dtype.itemsize
+    cus, size = NUM_CUS[arch], elem_bytes(problem, arch)
     best = None
     for config in candidates(problem, arch):
         tiles = expected_tiles(problem, config)
@@ -318,13 +335,15 @@ def _why_operands_unsupported(problem: GroupedProblem, arch: str) -> str | None:
     known = [(x, y) for x in plain for y in plain] + [("1x128", weights), ("1x32", "1x32")]
     if (problem.a_scaling, problem.b_scaling) not in known:
         return f"scales {problem.a_scaling} x {problem.b_scaling} are not in this kernel"
-    if is_mx(problem) and arch != "gfx950":
-        return f"scales of blocks of 32: the matrix unit of {arch} takes none"
+    if dequantizes(problem, arch) and problem.b_preshuffled:
+        return f"b is preshuffled with scales of blocks of 32: {arch} makes such codes bfloat16 on their way to LDS"
     if a.itemsize == b.itemsize == 1 and a.is_floating_point and b.is_floating_point:
+        known_codes = FLOAT8["gfx950" if is_mx(problem) else arch]
         for name, dtype in (("a", a), ("b", b)):
-            if dtype not in FLOAT8[arch]:
-                codes = " and ".join(str(each).removeprefix("torch.") for each in FLOAT8[arch])
-                return f"{name} is {dtype}: the matrix unit of {arch} reads codes as {codes}"
+            if dtype not in known_codes:
+                codes = " and ".join(str(each).removeprefix("torch.") for each in known_codes)
+                reader = "MX formats have" if is_mx(problem) else f"the matrix unit of {arch} reads"
+                return f"{name} is {dtype}: {reader} codes as {codes}"
         return None
     if problem.a_scaling is not None or problem.b_scaling is not None or a != b:
         return f"a is {a} and b is {b}: the kernels take one type for both, or two 8-bit floats"
@@ -345,11 +364,11 @@ def _why_config_unsupported(problem: GroupedProblem, config: GroupedConfig, arch
     for name, tile, waves in (("tile_m", config.tile_m, config.waves_m), ("tile_n", config.tile_n, config.waves_n)):
         if tile % (16 * waves):
             return f"{name}={tile}: {waves} wave(s) need a multiple of {16 * waves}"
-    size = problem.a_dtype.itemsize
+    size = elem_bytes(problem, arch)
     slice_k = 4 * fragment_bytes(problem, arch) // size
     if config.tile_k % slice_k:
         return f"tile_k={config.tile_k}: a multiple of {slice_k} is needed"
-    if (block_scaled(problem) or problem.b_preshuffled) and config.tile_k != BLOCK_K:
+    if (brings_scales(problem, arch) or problem.b_preshuffled) and config.tile_k != BLOCK_K:
         return f"tile_k={config.tile_k}: a K tile has {BLOCK_K} k where blocks of them have scales, or b is preshuffled"
     if problem.b_scaling == "128x128" and config.tile_n // config.waves_n > BLOCK_K:
         return f"{config.tile_n // config.waves_n} columns for each wave: they share a scale, which {BLOCK_K} have"
@@ -357,7 +376,8 @@ def _why_config_unsupported(problem: GroupedProblem, config: GroupedConfig, arch
         return f"tile_m={config.tile_m}: with scales of columns, more than 128 rows need more registers than there are"
     a, b = operand_tiles(problem, config, arch)
     for each in (a, b)[: 1 if problem.b_preshuffled else 2]:
-        if (reason := each.problem()) is not None:
+        loaded = CodeTile.of(each) if dequantizes(problem, arch) else each
+        if (reason := each.problem() or loaded.problem()) is not None:
             return reason
     lds = lds_bytes(problem, config, arch)
     if lds > LDS_BYTES[arch]:
@@ -377,8 +397,8 @@ def _why_config_unsupported(problem: GroupedProblem, config: GroupedConfig, arch
     if grid_tiles(problem, config) * config.split_k >= 2**31:
         return f"more than 2**31 tiles of {config.tile_m}x{config.tile_n}: take larger ones"
     spans = (
-        ("a", config.tile_m if problem.a_k_last else config.tile_k, problem.a_shape[-1] * size),
-        ("b", config.tile_n if problem.b_k_last else config.tile_k, problem.b_shape[-1] * size),
+        ("a", config.tile_m if problem.a_k_last else config.tile_k, problem.a_shape[-1] * problem.a_dtype.itemsize),
+        ("b", config.tile_n if problem.b_k_last else config.tile_k, problem.b_shape[-1] * problem.b_dtype.itemsize),
         ("out", config.tile_m, problem.N * problem.out_dtype.itemsize),
     )
     for what, rows, row_bytes in spans:
