@@ -72,6 +72,7 @@ typedef struct {
     u64 first_workgroup, num_workgroups;
     u64 step_limit;              /* instructions a wave may run; 0: no limit */
     i32 lds_banks;
+    i32 stop_at_finding;         /* 1: the first finding ends the launch */
     /* out */
     Finding *findings;
     i32 max_findings, num_findings;
@@ -169,6 +170,7 @@ static void report(Group *g, i32 kind, i32 line, const Wave *w, i32 lane, u64 ad
             return;
         }
     if (g->num_findings >= L->max_findings) return;
+    if (L->stop_at_finding) atomic_store(&L->stop, 1);
     g->findings[g->num_findings++] = (Finding){kind, line, other_line, (i32)(w - g->waves), other_wave, lane, detail, 0,
                                                g->workgroup, address, 1};
 }

@@ -21,13 +21,14 @@ import os
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fourwave.backends import guard
 
 from .host import HostInterpreter
 from .launch import Memory, run
-from .lowering import lower_kernel
+from .lowering import lower_kernel, prepare_kernel
 from .report import Report, SimulationError
 
 if TYPE_CHECKING:
@@ -125,6 +126,11 @@ class Kernels:
         with self.context, _without_source_capture():
             return lower_kernel(self.ir, *self.kernels[name], self.arch, mutate)
 
+    def prepare(self, name: str) -> Any:
+        """lowering.prepare_kernel of a kernel."""
+        with self.context, _without_source_capture():
+            return prepare_kernel(self.ir, *self.kernels[name], self.arch)
+
     def call(self, packed: int, memory: Memory) -> None:
         with self.lock:
             self.memory = memory
@@ -138,15 +144,13 @@ class Kernels:
         assert session is not None
         options, memory = session.options, self.memory
 
-        def simulate(program: Any) -> Report:
-            return run(program, grid, block, dynamic_lds, arguments, memory, options, cluster)
+        def simulate(program: Any, **changes: Any) -> Report:
+            return run(program, grid, block, dynamic_lds, arguments, memory, replace(options, **changes), cluster)
 
         if session.harness is None:
             report = simulate(self.program(kernel, options.mutate))
         else:
-            report = session.harness(
-                kernel, (id(self), kernel), lambda mutate: self.lower(kernel, mutate), simulate, memory
-            )
+            report = session.harness(kernel, (id(self), kernel), lambda: self.prepare(kernel), simulate, memory)
         session.report.add(report)
         if report.findings and session.on_finding == "raise":
             raise SimulationError(report)

@@ -22,7 +22,7 @@ STEP_LIMIT = 50_000_000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one fault. how: "finding: <kinds>", "output", "error", or "" for a survivor."""
+    """What became of one fault. how: "finding: <kinds>" (the first's, where the kernel as it is has none), "output", or "" for a survivor."""
 
     kernel: str
     fault: str
@@ -66,37 +66,45 @@ class Harness:
         self,
         kernel: str,
         key: Any,
-        lower: Callable[[Callable[[Builder], None] | None], Program],
-        simulate: Callable[[Program], Report],
+        prepare: Callable[[], tuple[Builder, dict[str, Any]]],
+        simulate: Callable[..., Report],
         memory: Memory,
     ) -> Report:
-        """Run the launch as it is; at a kernel's first one (by `key`), also once with each of its faults."""
+        """Run the launch as it is; at a kernel's first one (by `key`), also once with each of its faults.
+
+        prepare     lowering.prepare_kernel of the kernel
+        simulate    runs the launch with a Program, and with keywords that change the session's Options
+        """
+        builder, facts = prepare()
+        program = builder.encode(**facts)
         if key in self.tried:
-            return simulate(lower(None))
+            return simulate(program)
         self.tried.add(key)
         before = read(memory)
-        program = lower(None)
         report = simulate(program)
         after = read(memory)
-        found: list[Fault] = []
-        lower(lambda builder: found.extend(faults(builder)))
-        chosen = [f for f in found if self.choose is None or self.choose(f)]
+        chosen = [f for f in faults(builder) if self.choose is None or self.choose(f)]
         for done, fault in enumerate(chosen, 1):
             write(memory, before)
+            with builder.edited(fault.mutation):
+                mutant = builder.encode(**facts)
             file, line = program.lines[fault.line][0] if fault.line >= 0 else ("unknown", 0)
-            self.outcomes.append(
-                Outcome(kernel, fault.name, file, line, self._try(fault, lower, simulate, memory, report, after))
-            )
+            how = self._try(mutant, simulate, memory, report, after)
+            self.outcomes.append(Outcome(kernel, fault.name, file, line, how))
             if self.progress is not None:
                 self.progress(kernel, done, len(chosen))
         write(memory, after)
         return report
 
     @staticmethod
-    def _try(fault: Fault, lower: Any, simulate: Any, memory: Memory, usual: Report, after: list[bytes]) -> str:
-        mutant = simulate(lower(fault.mutation))
+    def _try(
+        mutant: Program, simulate: Callable[..., Report], memory: Memory, usual: Report, after: list[bytes]
+    ) -> str:
+        # Of a kernel without findings of its own the first finding tells; a mutant that runs this much longer hangs.
+        limit = 100_000 + 4 * sum(launch.counters["instructions"] for launch in usual.launches)
+        report = simulate(mutant, stop_at_finding=not usual.findings, step_limit=min(STEP_LIMIT, limit))
         known = {(f.kind, f.message, f.file, f.line) for f in usual.findings}
-        new = sorted({f.kind for f in mutant.findings if (f.kind, f.message, f.file, f.line) not in known})
+        new = sorted({f.kind for f in report.findings if (f.kind, f.message, f.file, f.line) not in known})
         if new:
             return "finding: " + ", ".join(new)
         return "output" if read(memory) != after else ""

@@ -36,6 +36,7 @@ class Options:
     count_bank_conflicts: bool = False
     workgroups: range | None = None
     mutate: Callable[[Builder], None] | None = None
+    stop_at_finding: bool = False  # the first one ends the launch
 
     def __post_init__(self) -> None:
         if unknown := set(self.checks) - set(CHECKS):
@@ -171,6 +172,7 @@ def run(
         num_workgroups=len(chosen),
         step_limit=options.step_limit,
         lds_banks=LDS_BANKS[program.arch] if options.count_bank_conflicts else 0,
+        stop_at_finding=int(options.stop_at_finding),
         findings=ctypes.addressof(findings),
         max_findings=_MAX_FINDINGS,
     )

@@ -61,7 +61,7 @@ class RawLaunch(ctypes.Structure):
         ("allocations", ctypes.c_void_p), ("num_allocations", ctypes.c_int32),
         ("checks", ctypes.c_uint32), ("completion", ctypes.c_int32), ("schedule", ctypes.c_int32), ("num_threads", ctypes.c_int32),
         ("first_workgroup", ctypes.c_uint64), ("num_workgroups", ctypes.c_uint64), ("step_limit", ctypes.c_uint64),
-        ("lds_banks", ctypes.c_int32),
+        ("lds_banks", ctypes.c_int32), ("stop_at_finding", ctypes.c_int32),
         ("findings", ctypes.c_void_p), ("max_findings", ctypes.c_int32), ("num_findings", ctypes.c_int32),
         ("counters", ctypes.c_uint64 * NUM_COUNTERS),
         ("next", ctypes.c_uint64), ("done", ctypes.c_uint64), ("progress", ctypes.c_uint64), ("stop", ctypes.c_int32),

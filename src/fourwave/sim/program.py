@@ -5,10 +5,14 @@ Registers are dwords; a virtual register is an int. The opcodes and their signat
 
 from __future__ import annotations
 
+import contextlib
 import re
+from array import array
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +50,7 @@ class Instruction:
     op: str
     line: int
     args: list  # one entry a signature letter; a list for a starred one; a Block for t
+    words: bytes | None = field(default=None, compare=False, repr=False)  # its code, once made; a jump's is made anew
 
 
 @dataclass(eq=False)
@@ -56,6 +61,7 @@ class Block:
     meet: Block | None = None  # of its branch: where the two sides come together
     joins: bool = False  # some branch's sides meet here
     pc: int = -1
+    encoded: Any = field(default=None, repr=False)  # the list of instructions encoded last, and what came of it
 
 
 def _letters(signature: str) -> list[str]:
@@ -65,6 +71,7 @@ def _letters(signature: str) -> list[str]:
 _LETTERS = {name: _letters(signature) for name, (_, signature) in OPS.items()}
 # Which argument of an LDS read is its number.
 _SITE = {name: letters.index("s") for name, letters in _LETTERS.items() if "s" in letters}
+USED = ("USED", "ASM_USED_VM", "ASM_USED_LGKM")
 
 
 def defs_uses(i: Instruction) -> tuple[list[int], list[int]]:
@@ -106,8 +113,16 @@ class Program:
     data: tuple[np.ndarray, ...] = ()  # globals outside LDS; the code holds their addresses
 
 
+# Constant registers kept free for those that an edit after assign() adds.
+_SPARE = 4
+
+
 class Builder:
-    """Collects a kernel's blocks and turns them into a Program."""
+    """Collects a kernel's blocks and turns them into a Program.
+
+    finish() is prepare() and encode(). A prepared program may be edited (mutate.py) and encoded again: an edit gives a block a new list of
+    instructions, and new ones in place of those it changes.
+    """
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
@@ -115,8 +130,13 @@ class Builder:
         self.constants: dict[int, int] = {}  # dword -> register
         self.fixed: list[int] = []  # registers that live in the constant area, in slot order
         self.fixed_values: list[int] = []
+        self.slot: list[int] | None = None  # of each register, from prepare() on
+        self.num_slots = self.num_sites = 0
 
     def new(self) -> int:
+        if self.slot is not None:
+            self.slot.append(self.num_slots)
+            self.num_slots += 1
         self.num_registers += 1
         return self.num_registers - 1
 
@@ -128,7 +148,14 @@ class Builder:
 
     def placeholder(self, value: int = 0) -> int:
         """A register of the constant area that is not shared with an equal constant: kernel arguments."""
-        register = self.new()
+        if self.slot is not None:
+            if len(self.fixed) == self.num_fixed:
+                raise ValueError(f"an edit of a prepared program can add {_SPARE} constants; this is one more")
+            self.slot.append(len(self.fixed))
+            self.num_registers += 1
+            register = self.num_registers - 1
+        else:
+            register = self.new()
         self.fixed.append(register)
         self.fixed_values.append(value)
         return register
@@ -292,7 +319,7 @@ class Builder:
                     sites = frozenset()
                 if sites:
                     if out is not None:
-                        for op in ("USED", "ASM_USED_VM", "ASM_USED_LGKM"):
+                        for op in USED:
                             if named := sorted(s for s in sites if self.asm_sites.get(s, "USED") == op):
                                 out.append(Instruction(op, i.line, [named]))
                     pending = {r: left for r, s in pending.items() if (left := s - sites)}
@@ -367,7 +394,7 @@ class Builder:
         slot = [-1] * self.num_registers
         for position, register in enumerate(self.fixed):
             slot[register] = position
-        top = len(self.fixed)
+        top = self.num_fixed = len(self.fixed) + _SPARE
         free: list[int] = []
         active: list[tuple[int, int]] = []
         for register in sorted((r for r in start if r not in fixed), key=start.__getitem__):
@@ -381,57 +408,105 @@ class Builder:
             heappush(active, (end[register], slot[register]))
         return slot, top
 
-    def finish(self, **facts) -> Program:
+    def finish(self, **facts: Any) -> Program:
+        self.prepare()
+        return self.encode(**facts)
+
+    def prepare(self) -> None:
+        """Drop what has no effect, mark the uses of LDS reads, give every register its slot."""
         self.order_blocks()
         self.drop_dead()
         self.find_meets()
-        num_sites = self.mark_uses()
-        slot, num_registers = self.assign()
-        at = 0
+        self.num_sites = self.mark_uses()
+        self.slot, self.num_slots = self.assign()
+
+    def mark_uses_again(self) -> None:
+        """After an edit that took out an instruction before which uses were marked."""
         for b in self.blocks:
+            b.code = [i for i in b.code if i.op not in USED]
+        self.mark_uses()
+
+    @contextlib.contextmanager
+    def edited(self, edit: Callable[[Builder], None]) -> Iterator[None]:
+        """The prepared program with an edit, which the end of the block takes back."""
+        code = [(b, b.code, b.encoded) for b in self.blocks]
+        sizes = self.num_registers, self.num_slots, len(self.fixed)
+        constants = dict(self.constants)
+        try:
+            edit(self)
+            yield
+        finally:
+            for b, instructions, encoded in code:
+                b.code, b.encoded = instructions, encoded
+            self.num_registers, self.num_slots, fixed = sizes
+            self.constants = constants
+            assert self.slot is not None
+            del self.slot[self.num_registers :], self.fixed[fixed:], self.fixed_values[fixed:]
+
+    def encode(self, **facts: Any) -> Program:
+        at = count = 0
+        for b in self.blocks:
+            if b.encoded is None or b.encoded[0] is not b.code:
+                b.encoded = b.code, *self._encode_block(b)
             b.pc = at
-            at += 2 if b.joins else 0
-            for i in b.code:
-                at += 2 + sum(
-                    1 if len(letter) == 1 else 1 + len(arg) * (2 if letter == "p*" else 1)
-                    for letter, arg in zip(_LETTERS[i.op], i.args)
-                )
-                if i.op == "BRANCH":
-                    at += 1
-        code: list[int] = []
-        count = 0
+            at += len(b.encoded[1]) // 4
+            count += len(b.code)
+        code = np.frombuffer(b"".join(b.encoded[1] for b in self.blocks), dtype=np.int32).copy()
         for b in self.blocks:
-            assert len(code) == b.pc
-            if b.joins:
-                code += [OPS["JOIN"][0], -1]
-            for i in b.code:
-                count += 1
-                code += [OPS[i.op][0], i.line]
+            for offset, i in b.encoded[2]:
+                targets = [a.pc for a in i.args if isinstance(a, Block)]
                 if i.op == "BRANCH":
-                    condition, yes, no = i.args
-                    code += [slot[condition], yes.pc, no.pc, b.meet.pc if b.meet else -1]
-                    continue
-                for letter, arg in zip(_LETTERS[i.op], i.args):
-                    if letter in "du":
-                        code.append(slot[arg])
-                    elif letter in "is":
-                        code.append(arg if arg < 1 << 31 else arg - (1 << 32))
-                    elif letter == "t":
-                        code.append(arg.pc)
-                    elif letter == "i*":
-                        code += [len(arg), *arg]
-                    elif letter in ("d*", "u*"):
-                        code.append(len(arg))
-                        code += [slot[r] for r in arg]
-                    else:
-                        code.append(len(arg))
-                        for d, u in arg:
-                            code += [slot[d], slot[u]]
+                    targets.append(b.meet.pc if b.meet else -1)
+                code[b.pc + offset : b.pc + offset + len(targets)] = targets
+        constants = np.zeros(self.num_fixed, dtype=np.uint32)
+        constants[: len(self.fixed_values)] = self.fixed_values
         return Program(
-            code=np.array(code, dtype=np.int32),
-            constants=np.array(self.fixed_values, dtype=np.uint32),
-            num_registers=num_registers,
+            code=code,
+            constants=constants,
+            num_registers=self.num_slots,
             num_instructions=count,
-            num_sites=num_sites,
+            num_sites=self.num_sites,
             **facts,
         )
+
+    def _encode_block(self, b: Block) -> tuple[bytes, list[tuple[int, Instruction]]]:
+        """The block's code, and where in it (in words) each jump's targets go."""
+        parts, jumps = [], []
+        at = 0
+        if b.joins:
+            parts.append(array("i", (OPS["JOIN"][0], -1)).tobytes())
+            at = 2
+        for i in b.code:
+            if i.words is None:
+                i.words = self._words(i)
+            if i.op in ("JUMP", "BRANCH"):
+                jumps.append((at + (2 if i.op == "JUMP" else 3), i))
+            parts.append(i.words)
+            at += len(i.words) // 4
+        return b"".join(parts), jumps
+
+    def _words(self, i: Instruction) -> bytes:
+        """An instruction's code; a jump's with room for its targets."""
+        slot = self.slot
+        assert slot is not None
+        words = [OPS[i.op][0], i.line]
+        if i.op == "BRANCH":
+            words += [slot[i.args[0]], -1, -1, -1]
+            return array("i", words).tobytes()
+        for letter, arg in zip(_LETTERS[i.op], i.args):
+            if letter in "du":
+                words.append(slot[arg])
+            elif letter in "is":
+                words.append(arg if arg < 1 << 31 else arg - (1 << 32))
+            elif letter == "t":
+                words.append(-1)
+            elif letter == "i*":
+                words += [len(arg), *arg]
+            elif letter in ("d*", "u*"):
+                words.append(len(arg))
+                words += [slot[r] for r in arg]
+            else:
+                words.append(len(arg))
+                for d, u in arg:
+                    words += [slot[d], slot[u]]
+        return array("i", words).tobytes()

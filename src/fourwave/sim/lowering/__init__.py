@@ -31,6 +31,7 @@ from .base import (
     float_bits,
     lower_kernel,
     plain,
+    prepare_kernel,
 )
 
 __all__ = [
@@ -43,4 +44,5 @@ __all__ = [
     "float_bits",
     "lower_kernel",
     "plain",
+    "prepare_kernel",
 ]

@@ -208,6 +208,13 @@ class Lowering:
         raise self.fail(f"arithmetic on {name}")
 
     def run(self) -> Program:
+        facts = self.prepare()
+        if self.mutate is not None:
+            self.mutate(self.b)
+        return self.b.encode(**facts)
+
+    def prepare(self) -> dict[str, Any]:
+        """Lower the kernel as far as Builder.encode, and return that function's arguments."""
         region = self.function.regions[0]
         mlir_blocks = list(region.blocks)
         by_block = {block: Block(f"bb{i}") for i, block in enumerate(mlir_blocks)}
@@ -232,19 +239,18 @@ class Lowering:
             self.b.fixed_values.append(0xFFFFFFFF)
             for _ in range(self.frame_bytes // 4 - 1):
                 self.b.placeholder(0xFFFFFFFF)
-        if self.mutate is not None:
-            self.mutate(self.b)
         slot_of = {register: i for i, register in enumerate(self.b.fixed)}
-        return self.b.finish(
-            name=self.name,
-            argument_slots=[[slot_of[r] for r in slots] for slots in argument_slots],
-            lds_bytes=self.lds_bytes,
-            dynamic_lds=self.dynamic_lds,
-            lines=list(self.lines),
-            wave_size=WAVE_SIZE[self.arch],
-            arch=self.arch,
-            data=tuple(self.data.values()),
-        )
+        self.b.prepare()
+        return {
+            "name": self.name,
+            "argument_slots": [[slot_of[r] for r in slots] for slots in argument_slots],
+            "lds_bytes": self.lds_bytes,
+            "dynamic_lds": self.dynamic_lds,
+            "lines": list(self.lines),
+            "wave_size": WAVE_SIZE[self.arch],
+            "arch": self.arch,
+            "data": tuple(self.data.values()),
+        }
 
     def lower_blocks(self, blocks: list[Any]) -> None:
         for block in self._dominance_order(blocks):
@@ -483,13 +489,22 @@ class Lowering:
         self.block.successors = [self.by_block[target]]
 
 
+def prepare_kernel(ir: Any, gpu_module: Any, function: Any, arch: str) -> tuple[Builder, dict[str, Any]]:
+    """As lower_kernel, but without its last step, for programs that are edited and encoded many times: builder.encode(**facts)."""
+    if arch not in WAVE_SIZE:
+        raise NotImplementedError(f"the simulator models {', '.join(WAVE_SIZE)}; {arch} is not among them")
+    lowering = Lowering(ir, gpu_module, function, arch, None)
+    facts = lowering.prepare()
+    return lowering.b, facts
+
+
 def lower_kernel(
     ir: Any, gpu_module: Any, function: Any, arch: str, mutate: Callable[[Builder], None] | None = None
 ) -> Program:
     """Lower one kernel function.
 
     ir          FlyDSL's MLIR bindings; gpu_module, function: operations of the module FlyDSL lowers to before code generation
-    mutate      edits the program before registers are assigned (mutate.py)
+    mutate      edits the prepared program before it is encoded (mutate.py)
     Raises UnknownOperation, naming the operation and the Python line, for what is not modelled.
     """
     if arch not in WAVE_SIZE:
