@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,8 +17,10 @@ from fourwave.cli import check, check_plan, console, doctor
 from fourwave.cli.app import app
 from fourwave.ops.gemm.config import ARCHS, candidates_for, default_config
 from fourwave.ops.gemm.problem import LAYOUTS
+from fourwave.quantize.tensor import QuantizedTensor
 from fourwave.testing.cases import CaseResult, GemmCase
-from fourwave.testing.shapes import GEMM_SHAPES
+from fourwave.testing.exact_scales import ExactScales
+from fourwave.testing.shapes import GEMM_SHAPES, Shape
 
 SIM_MISSING = registry.get("sim:gfx950").unavailable()
 NO_GPU = registry.get("flydsl").unavailable()
@@ -260,6 +263,53 @@ def test_check_covers_every_layout_precision_shape_class_config_and_output(arch,
                 assert {case.out_direction for case in cases if case.out_format} == {"rowwise", "columnwise", "both"}
 
 
+@needs_sim
+@pytest.mark.slow
+def test_check_mxfp4_passes(tmp_path):
+    path = tmp_path / "check.json"
+    result = invoke("check", "mxfp4", "--arch", "gfx1250", "--layout", "NN", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(path.read_text())["rows"]
+    assert all(row["passed"] and row["workgroups"] for row in rows)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_check_of_mxfp4_covers_depths_outputs_tails_and_exact_sums(full):
+    cases = [row.case for row in check_plan.rows("mxfp4", "gfx1250", LAYOUTS, (), full, seed=0)]
+    assert len(set(cases)) == len(cases)
+    for layout in LAYOUTS:
+        here = [case for case in cases if case.layout == layout]
+        packed = [case for case in here if (case.a_format, case.b_format) == ("mxfp4", "mxfp4")]
+        assert {case.shape.K for case in packed if (case.shape.M, case.shape.N) == (256, 256)} >= {
+            128, 384, 1024, 1152, 8192
+        }  # fmt: skip
+        for K in (128, 384, 1024, 1152, 8192) if full else (1152,):
+            assert len({case.written for case in packed if (case.shape.M, case.shape.K) == (256, K)}) == 3
+        assert any(case.shape.M % 256 and case.shape.N % 256 and case.shape.K % 128 for case in packed)
+        assert any(case.shape.M == 1 for case in packed) is (layout != "NT")
+        assert any(case.bias_dtype and case.activation for case in packed) and any(case.accumulate for case in packed)
+        assert any(isinstance(case, ExactScales) for case in packed)
+
+
+@needs_sim
+@pytest.mark.parametrize("which", [0, 1])
+def test_exact_scales_show_one_scale_that_is_wrong(monkeypatch, which):
+    """One of 2 x 256 x 12 scales, or of the ones."""
+    case = ExactScales(Shape("", 256, 256, 384), a_format="mxfp4", b_format="mxfp4", out_dtype=torch.float32)
+    assert case.run("native").ratio == 0
+    right = ExactScales.operands
+
+    def wrong(self, device="cpu"):
+        pair = right(self, device)
+        operand = pair[which]
+        assert isinstance(operand, QuantizedTensor) and operand.scale is not None
+        operand.scale.view(torch.uint8)[200, 7] += 1
+        return pair
+
+    monkeypatch.setattr(ExactScales, "operands", wrong)
+    assert case.run("native").ratio == math.inf
+
+
 @pytest.mark.parametrize(
     ("outcome", "said"),
     [
@@ -307,8 +357,10 @@ def test_check_passes_when_every_row_does(monkeypatch):
         (["--arch", "gfx1250"], "choose from gfx950, gfx942"),
         (["--layout", "TT"], "choose from TN, NN, NT"),
         (["--dtype", "int8"], "choose from bf16, fp16, fp32, fp8, mxfp8, all"),
-        (["nothing"], "choose from gemm, quantize, grouped"),
+        (["nothing"], "choose from gemm, mxfp4, quantize, grouped"),
         (["quantize", "--layout", "TN"], "has a list of its own"),
+        (["mxfp4", "--dtype", "bf16"], "has a list of its own"),
+        (["mxfp4", "--arch", "gfx942"], "choose from gfx1250, gfx950"),
         (["--backend", "native"], "choose from sim, flydsl"),
     ],
 )

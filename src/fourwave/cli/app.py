@@ -75,9 +75,12 @@ def demo(
 
 @app.command()
 def check(
-    subject: Annotated[str, typer.Argument(metavar="[SUBJECT]", help="gemm, quantize or grouped.")] = "gemm",
+    subject: Annotated[str, typer.Argument(metavar="[SUBJECT]", help="gemm, mxfp4, quantize or grouped.")] = "gemm",
     arch: Annotated[
-        list[str] | None, typer.Option(metavar="ARCH", help="gfx950 or gfx942; repeat for several. Default: both.")
+        list[str] | None,
+        typer.Option(
+            metavar="ARCH", help="gfx950 or gfx942 (mxfp4: gfx1250 or gfx950); repeat for several. Default: both."
+        ),
     ] = None,
     layout: Annotated[
         list[str] | None, typer.Option(metavar="LAYOUT", help="TN, NN or NT; repeatable. Default: all.")

@@ -17,7 +17,7 @@ from fourwave.backends import registry
 from fourwave.backends.flydsl import device_arch
 from fourwave.cli import console as out
 from fourwave.cli import names
-from fourwave.cli.check_plan import DEFAULT_PRECISIONS, PRECISIONS, SUBJECTS, Planned
+from fourwave.cli.check_plan import DEFAULT_PRECISIONS, PRECISIONS, SUBJECTS, WITH_LAYOUTS, Planned
 from fourwave.cli.check_plan import rows as rows_of
 
 BACKENDS = ("sim", "flydsl")
@@ -83,9 +83,12 @@ def run_check(
 ) -> None:
     (subject,) = names.choose("SUBJECT", [subject], SUBJECTS)
     (backend,) = names.choose("--backend", [backend], BACKENDS)
-    if subject != "gemm" and (layout or dtype):
-        out.fail(f"--layout and --dtype choose among the rows of gemm: {subject} has a list of its own")
-    archs, layouts = names.archs(arch), names.layouts(layout)
+    if (dtype and subject != "gemm") or (layout and subject not in WITH_LAYOUTS):
+        out.fail(
+            f"--dtype chooses among the rows of gemm, --layout of {' and '.join(WITH_LAYOUTS)}: {subject} has a list of its own"
+        )
+    known = names.MXFP4_ARCHS if subject == "mxfp4" else names.ARCHS
+    archs, layouts = names.archs(arch, known), names.layouts(layout)
     if dtype and any(word.lower() == ALL for word in dtype):
         chosen = list(PRECISIONS)
     else:

@@ -10,6 +10,7 @@ import torch
 
 from fourwave.backends import registry
 from fourwave.backends.flydsl import describe_amd_gemm
+from fourwave.cli import check_mxfp4
 from fourwave.ops.gemm.config import FLOAT8, GemmConfig, candidates_for, default_config
 from fourwave.ops.gemm.problem import FP8, MXFP8
 from fourwave.quantize import FORMATS
@@ -67,15 +68,19 @@ def short(config: GemmConfig) -> str:
     return f"{tile} s{config.num_stages} w{config.waves_m}x{config.waves_n}"
 
 
-SUBJECTS = ("gemm", "quantize", "grouped")
+SUBJECTS = ("gemm", "mxfp4", "quantize", "grouped")
+WITH_LAYOUTS = ("gemm", "mxfp4")
 
 
 def rows(
     subject: str, arch: str, layouts: Sequence[str], precisions: Sequence[str], full: bool, seed: int
 ) -> Iterator[Planned]:
-    """The rows of one subject for one architecture. Layouts and precisions are gemm's."""
+    """The rows of one subject for one architecture. Layouts are those of WITH_LAYOUTS, precisions are gemm's."""
     if subject == "gemm":
         yield from gemm_rows(arch, layouts, precisions, full, seed)
+    elif subject == "mxfp4":
+        for group, case in check_mxfp4.rows(layouts, full, seed):
+            yield Planned(group, case)
     elif subject == "quantize":
         for case in sorted(QUANTIZE_CASES, key=lambda case: case.kind):
             if FORMATS[case.format].element == "e2m1":

@@ -11,6 +11,7 @@ from fourwave.cli import console as out
 from fourwave.ops.gemm.config import ARCHS
 from fourwave.ops.gemm.problem import LAYOUTS, PRECISIONS
 
+MXFP4_ARCHS = ("gfx1250", "gfx950")  # with matrix instructions for packed e2m1
 DTYPES = {name: dtype for dtype, name in PRECISIONS.items()}
 
 T = TypeVar("T")
@@ -32,8 +33,8 @@ def dtype(option: str, word: str) -> torch.dtype:
     return DTYPES[choose(option, [word], DTYPES)[0]]
 
 
-def archs(given: Iterable[str]) -> list[str]:
-    return choose("--arch", given, ARCHS)
+def archs(given: Iterable[str], known: Iterable[str] = ARCHS) -> list[str]:
+    return choose("--arch", given, known)
 
 
 def layouts(given: Iterable[str]) -> list[str]:

@@ -1,0 +1,93 @@
+"""The rows of `fourwave check mxfp4`: GEMM of packed e2m1 with scales of 1x32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fourwave.ops.gemm.problem import MXFP4
+from fourwave.testing.cases import GemmCase
+from fourwave.testing.exact_scales import ExactScales
+from fourwave.testing.shapes import Shape
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+DEPTHS = (128, 384, 1024, 1152, 8192)  # within a page of scales, its whole, past it, four times round both pages
+TAILS = (
+    Shape("M = 1", 1, 512, 1152),
+    Shape("M = 2", 2, 130, 384),
+    Shape("tail M", 300, 256, 256),
+    Shape("tail N", 256, 270, 256),
+    Shape("tail K", 128, 128, 1090),
+    Shape("tail all", 77, 145, 202),
+    Shape("even tails", 78, 146, 202),
+    Shape("odd K", 66, 98, 161),
+    Shape("N = 1", 130, 1, 130),
+    Shape("K = 2", 255, 129, 2),
+    Shape("small", 4, 6, 2),
+)
+ROWS = (1, 16, 17, 33, 64, 65)  # of activations in decoding: whole fragments and one more
+
+
+def packable(case: GemmCase) -> bool:
+    """Two codes share a byte along the stored rows: their length is even."""
+    shape = case.shape
+    lengths = {"TN": (shape.K, shape.K), "NN": (shape.K, shape.N), "NT": (shape.M, shape.N)}[case.layout]
+    formats = (case.a_format, case.b_format)
+    return not any(name == MXFP4 and length % 2 for name, length in zip(formats, lengths, strict=True))
+
+
+def rows(layouts: Sequence[str], full: bool, seed: int) -> Iterator[tuple[str, GemmCase]]:
+    """(what the row is for, case), the same on every architecture.
+
+    depths    256 x 256 for each K of DEPTHS, each output dtype
+    shapes    several tiles; tails in M, N and K; M = 1, for the layouts that can store them
+    epilogue  bias, activations, alpha; adding to the output; and the further outputs
+    exact     a scale of its own for each row and block: equal to the truth, bit for bit
+    decode    few rows of activations
+    """
+    for layout in layouts:
+        base = GemmCase(TAILS[0], layout, a_format=MXFP4, b_format=MXFP4, out_dtype=FP32, seed=seed)
+        yield from _packed(base, layout, full)
+
+
+def _packed(base: GemmCase, layout: str, full: bool) -> Iterator[tuple[str, GemmCase]]:
+    for K in DEPTHS:
+        for out_dtype in (FP32, BF16, FP16) if full or K == 1152 else (FP32,):
+            yield "depths", replace(base, shape=Shape("one tile", 256, 256, K), out_dtype=out_dtype)
+    for shape in (Shape("four tiles", 512, 512, 384), *TAILS):
+        for out_dtype in (FP32, BF16, FP16) if full or shape.name == "even tails" else (FP32,):
+            case = replace(base, shape=shape, out_dtype=out_dtype)
+            if packable(case):
+                yield "shapes", case
+    for case in epilogues(replace(base, shape=Shape("even tails", 142, 274, 160)), full or layout == "TN"):
+        yield "epilogue", case
+    for K in (1152, 3072):
+        yield "exact", exact(base, Shape("one tile", 256, 256, K))
+    for M in ROWS:
+        case = replace(base, shape=Shape(f"{M} rows", M, 192, 640))
+        if packable(case):
+            yield "decode", case
+
+
+def exact(base: GemmCase, shape: Shape) -> ExactScales:
+    fields = {"a_format": base.a_format, "b_format": base.b_format, "dtype": base.dtype}
+    return ExactScales(shape, base.layout, out_dtype=FP32, **fields)  # type: ignore[arg-type]
+
+
+def epilogues(base: GemmCase, every: bool) -> Iterator[GemmCase]:
+    """every: also what does not depend on the layout."""
+    fields: list[dict[str, Any]] = [
+        {"bias_dtype": BF16, "activation": "gelu", "alpha": 0.75, "out_dtype": BF16},
+        {"accumulate": True},
+    ]
+    if every:
+        fields += [
+            {"bias_dtype": FP32, "activation": "relu", "out_dtype": FP16, "out_view": "sliced"},
+            {"bias_dtype": FP16, "activation": "silu", "accumulate": True, "out_dtype": BF16},
+            {"activation": "gelu_tanh", "accumulate": True, "out_dtype": FP16, "alpha": -0.5},
+        ]
+    for each in fields:
+        yield replace(base, **each)
