@@ -10,7 +10,7 @@ import torch
 from fourwave.ops.gemm import amd
 from fourwave.ops.gemm.api import _arguments
 from fourwave.ops.gemm.check import check
-from fourwave.ops.gemm.config import GemmConfig, candidates_for, default_config
+from fourwave.ops.gemm.config import GemmConfig, candidates_for, default_config, why_unsupported
 from fourwave.ops.gemm.problem import LAYOUTS
 from fourwave.testing import GemmCase
 from fourwave.testing.shapes import Shape
@@ -21,6 +21,7 @@ OPERANDS: dict[str, dict[str, Any]] = {
     "fp8": {"a_format": "fp8_row", "b_format": "fp8_row"},
     "mxfp8": {"a_format": "mxfp8_e4m3", "b_format": "mxfp8_e5m2"},
     "blocks": {"a_format": "fp8_1x128", "b_format": "fp8_128x128"},
+    "mxfp4": {"a_format": "mxfp4", "b_format": "mxfp4"},
 }
 
 
@@ -34,8 +35,10 @@ def kernels(arch: str) -> Iterator[tuple[str, str, GemmConfig]]:
     """(precision, layout, config) of every GEMM kernel that arch has."""
     for precision in OPERANDS:
         for layout in LAYOUTS if precision != "blocks" else LAYOUTS[:1]:
-            for config in candidates_for(case_of(arch, precision, layout, Shape("any", 256, 256, 1024)).problem, arch):
-                yield precision, layout, config
+            problem = case_of(arch, precision, layout, Shape("any", 256, 256, 1024)).problem
+            if why_unsupported(problem, None, arch) is None:
+                for config in candidates_for(problem, arch):
+                    yield precision, layout, config
 
 
 def pipeline(config: GemmConfig) -> Shape:

@@ -1,51 +1,72 @@
-"""Copies may complete late, early or at random and waves may take turns in any order: no bit of a GEMM may depend on it."""
+"""Copies may complete late, early or at random and waves may take turns in any order: no bit that a kernel writes may depend on it."""
 
 from __future__ import annotations
 
+import ctypes
+import re
 from typing import Any
 
 import pytest
-import torch
-from launches import case_of, kernels, launch, pipeline
+from every_kernel import ARCHS, KernelCall, calls, sessions
+from faults import forget_kernels, full_name
 
 from fourwave import sim
-from fourwave.ops.gemm.config import GemmConfig
+from fourwave.sim.harness import ORDERS, Orders
+from fourwave.sim.launch import Memory
+from fourwave.sim.report import Report
 
 pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
 
-ARCHS = ("gfx950", "gfx942")
-SLOW = pytest.mark.slow  # a minute for all
+QUICK = (
+    r"gfx950 gemm (bf16|fp8) TN 16x64x|gfx942 gemm (bf16|mxfp8|blocks) TN (16|32)x"
+    r"|gfx950 (grouped bf16 forward 16x128x64$|quantize 77x146 float16, mxfp8_e4m3)"
+)
+SLOW = (
+    r".* gemm (bf16|fp32|fp8|mxfp8|mxfp4|blocks) (TN|NT) |.* gemm (split-K|epilogue): "
+    r"|.* grouped .* (16|32)x128x\d+( split_k 2)?$|.* quantize 77x146 float16, "
+)
 
 
 def every_kernel() -> list[Any]:
-    """The tile of fewest rows of each precision in TN; the others in slow tests."""
-    chosen = []
-    for arch in ARCHS:
-        found = list(kernels(arch))
-        least = {
-            precision: min(config.tile_m for name, _, config in found if name == precision) for precision, *_ in found
-        }
-        for precision, layout, config in found:
-            quick = layout == "TN" and config.tile_m == least[precision]
-            name = f"{arch}-{precision}-{layout}-{config.tile_m}x{config.tile_n}"
-            marks = () if quick else SLOW
-            chosen.append(pytest.param(arch, precision, layout, config, id=name, marks=marks))
-    return chosen
+    """A few at once, one or two layouts of every kernel in slow tests, the rest in exhaustive ones."""
+    found = []
+    for call in (call for arch in ARCHS for call in calls(arch)):
+        name = full_name(call)
+        marks: tuple[Any, ...] = (pytest.mark.slow, pytest.mark.exhaustive)
+        if re.match(QUICK, name):
+            marks = ()
+        elif re.match(SLOW, name):
+            marks = (pytest.mark.slow,)
+        found.append(pytest.param(call, id=name, marks=marks))
+    return found
 
 
-@pytest.mark.parametrize(("arch", "precision", "layout", "config"), every_kernel())
-def test_orders_do_not_change_a_bit(arch: str, precision: str, layout: str, config: GemmConfig) -> None:
-    case = case_of(arch, precision, layout, pipeline(config))
-    first = None
-    for completion, schedule in (
-        ("late", "forward"),
-        ("early", "reverse"),
-        ("random", "random:7"),
-        ("late", "random:3"),
-    ):
-        with sim.session(arch, completion=completion, schedule=schedule) as report:
-            out = launch(case, arch, config)
-        assert not report.findings, report
-        assert not out.isnan().any()
-        first = out if first is None else first
-        assert torch.equal(out.view(torch.int32), first.view(torch.int32)), (completion, schedule)
+@pytest.mark.parametrize("call", every_kernel())
+def test_orders_do_not_change_a_bit(call: KernelCall) -> None:
+    assert {completion for completion, _ in ORDERS} == {"late", "early", "random"}
+    orders = Orders()
+    with sessions(harness=orders):
+        wrong = call.run()
+    forget_kernels()
+    assert orders.launches and not wrong
+    assert not orders.differences
+
+
+def test_what_depends_on_the_order_is_told() -> None:
+    """Copies that nothing waits for, and waves that race: the bytes and the findings are named."""
+    memory_bytes = bytearray(8)
+    address = ctypes.addressof((ctypes.c_char * 8).from_buffer(memory_bytes))
+
+    class Prepared:
+        def encode(self) -> str:
+            return "program"
+
+    def simulate(program: str, completion: str = "late", schedule: str = "forward") -> Report:
+        memory_bytes[0] += 1 + (completion == "early") + (schedule == "reverse")
+        return Report()
+
+    orders = Orders()
+    orders("kernel", 0, lambda: (Prepared(), {}), simulate, Memory([(address, address + 8)]))  # type: ignore[arg-type, return-value]
+    assert memory_bytes[0] == 1, "the launch's own result stays"
+    assert len(orders.differences) == 5
+    assert orders.differences[0] == "kernel, completion late, schedule reverse: 1 bytes differ"

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fourwave import sim
 from fourwave.cli.app import app
 from fourwave.ops.gemm.config import default_config
-from fourwave.ops.gemm.problem import LAYOUTS, GemmProblem, GemmTensors
+from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.sim.harness import STEP_LIMIT, Harness, read_expectations
 from fourwave.sim.mutate import Fault
 from fourwave.sim.script import run_script
@@ -239,16 +239,6 @@ def test_the_harness_finds_a_few_faults_of_our_gemm(arch):
     harness = gemm_outcomes(arch, "TN", last_of_each)
     kinds = {o.fault.rpartition(" #")[0] for o in harness.outcomes}
     assert {"barrier dropped", "LDS read 16 bytes off"} <= kinds
-    assert not harness.survivors, harness.survivors
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
-def test_the_harness_finds_every_fault_of_our_gemm(arch, layout):
-    harness = gemm_outcomes(arch, layout)
-    print(f"{arch} {layout}: {len(harness.outcomes)} faults")
-    assert len(harness.outcomes) >= 40
     assert not harness.survivors, harness.survivors
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import native
-from .harness import Harness
+from .harness import Harness, Orders
 from .launch import CHECKS, Options
 from .lowering import WAVE_SIZE, UnknownOperation
 from .module import run_module
@@ -37,7 +37,7 @@ class Session:
     on_finding: str
     report: Report
     tracked: list[tuple[int, int]] = field(default_factory=list)
-    harness: Any = None  # harness.Harness, or None
+    harness: Any = None  # harness.Harness, harness.Orders, or None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -73,7 +73,7 @@ def session(
     count_bank_conflicts: bool = False,
     workgroups: range | None = None,
     mutate: Mutation | None = None,
-    harness: Harness | None = None,
+    harness: Harness | Orders | Any = None,
 ) -> Iterator[Report]:
     """Run the FlyDSL launches of the block on the simulator, with CPU tensors, and yield the Report they add to.
 
@@ -87,7 +87,8 @@ def session(
     count_bank_conflicts   fill the counters lds_read_cycles and lds_read_cycles_ideal (slower)
     workgroups  simulate only this range of the launch's linear workgroup ids (x fastest)
     mutate      plant a fault in every kernel (fourwave.sim.mutate)
-    harness     plant every fault, one at a time, at each kernel's first launch (fourwave.sim.harness)
+    harness     plant every fault, one at a time, at each kernel's first launch, or run each launch in every order
+                (fourwave.sim.harness)
     Raises ValueError for an option that is not one of these, RuntimeError if the simulator cannot run here.
     """
     if on_finding not in ("record", "raise"):
@@ -127,6 +128,6 @@ def reset_report() -> Report:
 
 
 __all__ = [
-    "ARCHS", "CHECKS", "Finding", "Harness", "Launch", "Report", "Session", "SimulationError", "UnknownOperation", "active_session",
+    "ARCHS", "CHECKS", "Finding", "Harness", "Launch", "Orders", "Report", "Session", "SimulationError", "UnknownOperation", "active_session",
     "current_report", "reset_report", "run", "run_module", "session", "unavailable",
 ]  # fmt: skip

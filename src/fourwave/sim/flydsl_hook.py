@@ -104,6 +104,7 @@ class Kernels:
             self.module = ir.Module.parse(text)
         self.kernels: dict[str, tuple[Any, Any]] = {}
         self.programs: dict[tuple[str, Any], Any] = {}
+        self.prepared: dict[str, tuple[Any, dict[str, Any]]] = {}
         hosts: dict[str, Any] = {}
         for op in self.module.body.operations:
             o = op.operation
@@ -127,9 +128,11 @@ class Kernels:
             return lower_kernel(self.ir, *self.kernels[name], self.arch, mutate)
 
     def prepare(self, name: str) -> Any:
-        """lowering.prepare_kernel of a kernel."""
-        with self.context, _without_source_capture():
-            return prepare_kernel(self.ir, *self.kernels[name], self.arch)
+        """lowering.prepare_kernel of a kernel; kept."""
+        if name not in self.prepared:
+            with self.context, _without_source_capture():
+                self.prepared[name] = prepare_kernel(self.ir, *self.kernels[name], self.arch)
+        return self.prepared[name]
 
     def call(self, packed: int, memory: Memory) -> None:
         with self.lock:

@@ -1,7 +1,11 @@
-"""The mutation harness: plants every fault of mutate.faults in every kernel that is launched, one at a time, and tells which go unnoticed.
+"""Harnesses run every launch of a session more than once: with planted faults, or in other orders.
+
+Harness plants every fault of mutate.faults in every kernel that is launched, one at a time, and tells which go unnoticed.
 
 A fault is caught when a checker reports it or when it changes a byte of the launch's memory. One that does neither is a survivor: either the
 instruction is redundant there, or the simulator has a hole. Each kernel is tried at its first launch only, on a copy of the memory it met.
+
+Orders lets copies complete at other moments and waves take turns in other orders: no byte of the launch's memory may depend on it.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ class Outcome:
     file: str
     line: int
     how: str
+    stack: tuple[tuple[str, int], ...] = ()  # the helpers' lines it went through
 
     @property
     def survived(self) -> bool:
@@ -88,9 +93,9 @@ class Harness:
             write(memory, before)
             with builder.edited(fault.mutation):
                 mutant = builder.encode(**facts)
-            file, line = program.lines[fault.line][0] if fault.line >= 0 else ("unknown", 0)
+            (file, line), *stack = program.lines[fault.line] if fault.line >= 0 else (("unknown", 0),)
             how = self._try(mutant, simulate, memory, report, after)
-            self.outcomes.append(Outcome(kernel, fault.name, file, line, how))
+            self.outcomes.append(Outcome(kernel, fault.name, file, line, how, tuple(stack)))
             if self.progress is not None:
                 self.progress(kernel, done, len(chosen))
         write(memory, after)
@@ -112,6 +117,52 @@ class Harness:
     @property
     def survivors(self) -> list[Outcome]:
         return [o for o in self.outcomes if o.survived]
+
+
+# (completion, schedule) beside a session's own: each completion with each of three schedules.
+ORDERS = tuple(
+    (completion, schedule)
+    for completion in ("late", "early", "random")
+    for schedule in ("forward", "reverse", "random:7")
+)
+
+
+@dataclass
+class Orders:
+    """Session.harness: runs every launch in every order, too.
+
+    launches    how many launches were compared
+    differences what differed: kernel, completion, schedule, and the bytes that differ or the findings
+    """
+
+    orders: tuple[tuple[str, str], ...] = ORDERS
+    launches: int = 0
+    differences: list[str] = field(default_factory=list)
+
+    def __call__(
+        self,
+        kernel: str,
+        key: Any,
+        prepare: Callable[[], tuple[Builder, dict[str, Any]]],
+        simulate: Callable[..., Report],
+        memory: Memory,
+    ) -> Report:
+        builder, facts = prepare()
+        program = builder.encode(**facts)
+        before = read(memory)
+        report = simulate(program)
+        after = read(memory)
+        for completion, schedule in self.orders:
+            write(memory, before)
+            other = simulate(program, completion=completion, schedule=schedule)
+            changed = sum(sum(x != y for x, y in zip(a, b)) for a, b in zip(read(memory), after, strict=True) if a != b)
+            found = sorted({f.kind for f in other.findings} - {f.kind for f in report.findings})
+            if changed or found:
+                what = [f"{changed} bytes differ"] * bool(changed) + [f"findings: {', '.join(found)}"] * bool(found)
+                self.differences.append(f"{kernel}, completion {completion}, schedule {schedule}: {'; '.join(what)}")
+        write(memory, after)
+        self.launches += 1
+        return report
 
 
 def read_expectations(text: str) -> dict[str, str]:

@@ -1,0 +1,189 @@
+"""Plants every fault of fourwave.sim.mutate in every kernel of ours, and runs each launch in every order.
+
+    python tests/kernels/faults.py [--only REGEX] [--record FILE] [--table FILE] [--again]
+
+prints each kernel's numbers and the faults that nothing notices; the exit status is 1 where one of those is not in REDUNDANT, or where an
+order changes a bit. --record keeps what was found, a line of JSON a kernel, and does not try those again that it holds (--again: does).
+--table writes the numbers as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import linecache
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "grouped")]
+
+from every_kernel import ARCHS, KernelCall, calls, sessions
+
+from fourwave.sim.harness import Harness, Orders, Outcome
+from fourwave.sim.mutate import Fault
+
+
+@dataclass(frozen=True)
+class Redundant:
+    """Faults that change nothing, and why.
+
+    fault     regular expression for the fault's name without its number
+    file      of the kernel's line, or a helper's that it went through
+    text      what that line holds
+    calls     regular expression for the kernels (arch and KernelCall.name) where it is so
+    """
+
+    fault: str
+    file: str
+    text: str
+    calls: str
+    reason: str
+
+    def covers(self, call: str, outcome: Outcome) -> bool:
+        return bool(
+            re.fullmatch(self.fault, outcome.fault.rpartition(" #")[0])
+            and re.search(self.calls, call)
+            and any(
+                Path(file).name == self.file and self.text in linecache.getline(file, line)
+                for file, line in ((outcome.file, outcome.line), *outcome.stack)
+            )
+        )
+
+
+REDUNDANT: tuple[Redundant, ...] = ()
+
+
+def why_redundant(call: str, outcome: Outcome) -> str | None:
+    return next((r.reason for r in REDUNDANT if r.covers(call, outcome)), None)
+
+
+def try_call(
+    call: KernelCall, choose: Callable[[Fault], bool] | None = None, orders: bool = True
+) -> tuple[list[str], list[Outcome]]:
+    """(what was wrong with the result or differed between orders, what became of the faults)."""
+    wrong: list[str] = []
+    faults, turns = Harness(choose=choose), Orders()
+    for harness in (turns, faults) if orders else (faults,):
+        with sessions(harness=harness, threads=1):
+            wrong += call.run()
+    return wrong + turns.differences, faults.outcomes
+
+
+def forget_kernels() -> None:
+    """Compiled kernels are kept; here each is met once, and they are large."""
+    from fourwave.ops.gemm import amd as gemm
+    from fourwave.ops.grouped_gemm import amd as grouped
+    from fourwave.quantize import amd as quantizers
+
+    for module in (gemm, grouped, quantizers):
+        module._compiled.clear()
+    gc.collect()
+
+
+def record(call: KernelCall) -> dict[str, Any]:
+    start = time.perf_counter()
+    wrong, outcomes = try_call(call)
+    survivors = [
+        {
+            "fault": o.fault,
+            "kernel": o.kernel,
+            "lines": [f"{Path(file).name}:{line}" for file, line in ((o.file, o.line), *o.stack)],
+            "text": linecache.getline(o.file, o.line).strip(),
+            "reason": why_redundant(full_name(call), o),
+        }
+        for o in outcomes
+        if o.survived
+    ]
+    hows = Counter(o.how or "survived" for o in outcomes)
+    kinds = Counter(o.fault.rpartition(" #")[0] for o in outcomes)
+    return {
+        "arch": call.arch, "call": call.name, "wrong": wrong, "faults": len(outcomes), "how": dict(hows), "kinds": dict(kinds),
+        "survivors": survivors, "seconds": round(time.perf_counter() - start, 1),
+    }  # fmt: skip
+
+
+def full_name(call: KernelCall) -> str:
+    return f"{call.arch} {call.name}"
+
+
+def summary(row: dict[str, Any]) -> str:
+    accepted = sum(s["reason"] is not None for s in row["survivors"])
+    left = len(row["survivors"]) - accepted
+    caught = row["faults"] - len(row["survivors"])
+    return (
+        f"{row['arch']} {row['call']}: {row['faults']} faults, {caught} caught, {accepted} redundant, {left} unexplained; "
+        f"{'; '.join(row['wrong']) or 'right in every order'}"
+    )
+
+
+def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """Markdown: a row a kernel."""
+    yield "| arch | kernel | faults | by a finding | by the output | redundant | orders |"
+    yield "|---|---|---|---|---|---|---|"
+    total: Counter[str] = Counter()
+    for row in rows:
+        findings: Counter[str] = Counter()
+        for how, count in row["how"].items():
+            if how.startswith("finding: "):
+                findings[how.removeprefix("finding: ")] += count
+        told = ", ".join(f"{kind} {count}" for kind, count in sorted(findings.items())) or "0"
+        output, redundant = row["how"].get("output", 0), len(row["survivors"])
+        total.update(faults=row["faults"], findings=sum(findings.values()), output=output, redundant=redundant)
+        orders = "the same" if not row["wrong"] else "differ"
+        yield f"| {row['arch']} | {row['call']} | {row['faults']} | {told} | {output} | {redundant} | {orders} |"
+    yield ""
+    yield (
+        f"{total['faults']} faults in all: {total['findings']} caught by a finding, {total['output']} by the output, "
+        f"{total['redundant']} redundant."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--again", action="store_true")
+    arguments = parser.parse_args()
+    held: dict[tuple[str, str], dict[str, Any]] = {}
+    if arguments.record and arguments.record.exists():
+        rows = [json.loads(line) for line in arguments.record.read_text(encoding="utf-8").splitlines()]
+        held = {(row["arch"], row["call"]): row for row in rows}
+    bad = 0
+    shown = []
+    for call in (call for arch in ARCHS for call in calls(arch)):
+        if not re.search(arguments.only, full_name(call)):
+            continue
+        row = held.get((call.arch, call.name))
+        if row is None or arguments.again:
+            row = record(call)
+            forget_kernels()
+            if arguments.record:
+                with arguments.record.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+        shown.append(row)
+        print(summary(row), flush=True)
+        for s in row["survivors"]:
+            print(
+                f"    {s['fault']} at {' > '.join(s['lines'])}: {s['text']}  # {s['reason'] or 'UNEXPLAINED'}",
+                flush=True,
+            )
+        bad += bool(row["wrong"]) or any(s["reason"] is None for s in row["survivors"])
+    if arguments.table:
+        arguments.table.write_text("\n".join(table(shown)) + "\n", encoding="utf-8")
+    print(
+        f"{len(shown)} kernels, {sum(row['faults'] for row in shown)} faults; {bad} kernels with something unexplained"
+    )
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

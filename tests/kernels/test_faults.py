@@ -1,0 +1,44 @@
+"""Every fault planted in every kernel of ours is noticed, or proven redundant (faults.REDUNDANT)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from every_kernel import ARCHS, KernelCall, calls
+from faults import forget_kernels, full_name, try_call, why_redundant
+
+from fourwave import sim
+
+pytestmark = [
+    pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}"),
+    pytest.mark.slow,
+]
+
+# Of each kind of kernel one that takes seconds; the rest take an hour.
+CHOSEN = (
+    r"gemm (bf16|mxfp8|fp32) TN 16x64x|gemm fp8 NN 16x64x|gemm (bf16|mxfp4) NT (32|64)x.*|gemm blocks TN 16x64x"
+    r"|gemm split-K: bias relu|gemm epilogue: out mxfp8"
+    r"|grouped (fp8 forward|mxfp8 dgrad|bf16 wgrad) (16|32)x128x\d+$"
+    r"|quantize 77x146 float16, (fp8_row|fp8_1x128|mxfp8_e4m3|mxfp4), both"
+)
+
+
+def every_kernel() -> list[Any]:
+    found = [call for arch in ARCHS for call in calls(arch)]
+    return [
+        pytest.param(call, id=full_name(call), marks=() if re.match(CHOSEN, call.name) else (pytest.mark.exhaustive,))
+        for call in found
+    ]
+
+
+@pytest.mark.parametrize("call", every_kernel())
+def test_every_fault_is_noticed_or_redundant(call: KernelCall) -> None:
+    wrong, outcomes = try_call(call, orders=False)
+    forget_kernels()
+    assert not wrong
+    assert outcomes, "no place for a fault"
+    left = [(o.fault, o.file, o.line) for o in outcomes if o.survived and why_redundant(full_name(call), o) is None]
+    print(f"{full_name(call)}: {len(outcomes)} faults")
+    assert not left
