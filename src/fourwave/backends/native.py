@@ -214,7 +214,7 @@ def _values(
     one rounding for blocks with float32 scales.
     """
     if t.dtype == PACKED_E2M1:
-        values = formats.decode(formats.unpack_e2m1(t), formats.E2M1)
+        values = formats.decode(formats.unpack_e2m1(t), formats.E2M1, known=True)
     elif t.dtype in FLOAT8:
         values = t.float()
     else:

@@ -169,15 +169,18 @@ def _table(fmt: ElementFormat, dtype: torch.dtype, device: torch.device) -> torc
 
 
 @overload
-def decode(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype = ...) -> torch.Tensor: ...
+def decode(codes: torch.Tensor, fmt: ElementFormat, dtype: torch.dtype = ..., *, known: bool = ...) -> torch.Tensor: ...
 @overload
-def decode(codes: np.ndarray, fmt: ElementFormat, dtype: torch.dtype = ...) -> npt.NDArray[np.floating]: ...
-def decode(codes, fmt, dtype=torch.float32):  # type: ignore[no-untyped-def]
+def decode(
+    codes: np.ndarray, fmt: ElementFormat, dtype: torch.dtype = ..., *, known: bool = ...
+) -> npt.NDArray[np.floating]: ...
+def decode(codes, fmt, dtype=torch.float32, *, known=False):  # type: ignore[no-untyped-def]
     """Exact value of each code.
 
     codes   any shape; unsigned integers (uint8 or uint16, or any wider integer below 2^bits), or fmt's own torch dtype.
             torch or numpy. e2m1: one code per element (unpack_e2m1 takes packed bytes apart)
     dtype   float32 or float64; both hold every value of every format exactly
+    known   the codes are below 2^bits: they are not looked at, which a GPU would have to be waited for
     returns the values, codes' shape, torch or numpy as codes were
 
     Raises ValueError for another dtype, and for a code of 2^bits or more where the integers are wide enough to hold one.
@@ -187,7 +190,7 @@ def decode(codes, fmt, dtype=torch.float32):  # type: ignore[no-untyped-def]
     if isinstance(codes, np.ndarray):
         if codes.dtype.kind not in "iu":
             raise ValueError(f"codes are {codes.dtype}; they must be integers")
-        return decode(torch.from_numpy(codes.astype(np.int64)), fmt, dtype).numpy()
+        return decode(torch.from_numpy(codes.astype(np.int64)), fmt, dtype, known=known).numpy()
     if codes.dtype == fmt.torch_dtype:
         codes = codes.view(fmt.code_dtype)
     elif codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
@@ -195,7 +198,7 @@ def decode(codes, fmt, dtype=torch.float32):  # type: ignore[no-untyped-def]
             f"codes are {codes.dtype}; they must be integers" + (f" or {fmt.torch_dtype}" * bool(fmt.torch_dtype))
         )
     index = codes.to(torch.int64)
-    if codes.dtype != fmt.code_dtype or fmt.bits < 8:
+    if not known and (codes.dtype != fmt.code_dtype or fmt.bits < 8):
         if index.numel() and not (0 <= int(index.min()) and int(index.max()) < fmt.num_codes):
             raise ValueError(f"codes run from {int(index.min())} to {int(index.max())}; {fmt.name} has {fmt.num_codes}")
     # What is made under a dispatch mode (FakeTensorMode, tracing) belongs to the mode and may not be kept.

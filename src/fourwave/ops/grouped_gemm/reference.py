@@ -56,7 +56,7 @@ def values(
 ) -> Tensor:
     """A stored matrix as numbers, code * scale."""
     if t.dtype == PACKED_E2M1:
-        t = formats.decode(formats.unpack_e2m1(t), formats.E2M1)
+        t = formats.decode(formats.unpack_e2m1(t), formats.E2M1, known=True)
     elif t.dtype not in FLOAT8:
         return t.to(dtype)
     t = t.to(dtype)
