@@ -6,7 +6,7 @@
 
 Every recipe starts from the same weights and sees the same data. Recipes: bf16 (unquantized), fp8 (delayed scaling, e4m3 forward
 and e5m2 gradients), current, block, mxfp8, mxfp4 (backward pass in mxfp8), mxfp4all. Embedding, attention, router and the last
-layer stay in bfloat16. --plot needs matplotlib.
+layer stay in bfloat16. On a GPU a step is captured in a CUDA graph. --plot needs matplotlib.
 """
 
 from __future__ import annotations
@@ -146,35 +146,76 @@ class Model(nn.Module):
 # training
 
 
-def train(recipe: str, text: torch.Tensor, args: argparse.Namespace) -> list[float]:
-    """Loss in nats per byte of each step."""
+class Step:
+    """One step of training: loss of a batch, gradients, clipping, optimizer. On a GPU it is a CUDA graph after the first few,
+    so that the host has next to nothing to do; then `loss` is overwritten by each step."""
+
+    EAGER = 3  # steps before the capture, which warm up what must not happen in it
+
+    def __init__(self, model: nn.Module, recipe: fw.recipes.Recipe, lr: float, graph: bool) -> None:
+        self.model, self.recipe, self.graph = model, recipe, graph
+        device = next(model.parameters()).device
+        self.lr = torch.tensor(lr, device=device) if graph else lr
+        options = {"capturable": True, "fused": True} if graph else {}
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=self.lr, betas=(0.9, 0.95), weight_decay=0.1, **options
+        )
+        self.taken = 0
+        self.captured: torch.cuda.CUDAGraph | None = None
+        self.stream = torch.cuda.Stream() if graph else None
+
+    def compute(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(ids.device.type, torch.bfloat16), fw.autocast(recipe=self.recipe):
+            logits = self.model(ids[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    def __call__(self, ids: torch.Tensor, lr: float) -> torch.Tensor:
+        if not self.graph:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.zero_grad(set_to_none=True)
+            return self.compute(ids)
+        self.lr.fill_(lr)
+        self.taken += 1
+        if self.taken <= self.EAGER:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                loss = self.compute(ids)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return loss
+        if self.captured is None:
+            self.ids = ids.clone()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.captured):
+                self.loss = self.compute(self.ids)
+        self.ids.copy_(ids)
+        self.captured.replay()
+        return self.loss.clone()
+
+
+def train(recipe: str, text: torch.Tensor, args: argparse.Namespace) -> tuple[list[float], float]:
+    """Loss in nats per byte of each step, and seconds."""
     width, layers, heads, hidden, sequence, batch = SIZES[args.size]
     torch.manual_seed(args.seed)
     model = Model(width, layers, heads, hidden, args.moe).to(args.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    on_gpu = torch.device(args.device).type == "cuda"
+    step_of = Step(model, RECIPES[recipe], args.lr, on_gpu and not args.eager)
     warmup = max(1, args.steps // 20)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / warmup, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / max(1, args.steps)))),
-    )
-    device = torch.device(args.device).type
     losses = []
     start = time.perf_counter()
     for step, ids in enumerate(batches(text, args.steps, batch, sequence, args.seed)):
-        ids = ids.to(args.device, non_blocking=True)
-        with torch.autocast(device, torch.bfloat16), fw.autocast(recipe=RECIPES[recipe]):
-            logits = model(ids[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
+        lr = min((step + 1) / warmup, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / max(1, args.steps))))
+        losses.append(step_of(ids.to(args.device, non_blocking=True), args.lr * lr))
         if args.every and (step % args.every == 0 or step == args.steps - 1):
             took = time.perf_counter() - start
             print(f"{recipe:>9} step {step:>5} loss {float(losses[-1]):.4f}  {took:.1f} s", flush=True)
-    return torch.stack(losses).tolist()
+    return torch.stack(losses).tolist(), time.perf_counter() - start
 
 
 def final(losses: list[float]) -> float:
@@ -206,6 +247,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--moe", action="store_true", help="experts in place of each MLP")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--eager", action="store_true", help="on a GPU: no CUDA graph")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bytes", type=int, default=8_000_000, help="of source, at most")
@@ -220,7 +262,9 @@ def main() -> None:
     print(
         f"{len(text)} bytes of source, {args.size} {'MoE' if args.moe else 'dense'} model on {args.device}, {args.steps} steps"
     )
-    curves = {name: train(name, text, args) for name in names}
+    curves, seconds = {}, {}
+    for name in names:
+        curves[name], seconds[name] = train(name, text, args)
     print(f"{'recipe':>9}  mean loss of the last tenth")
     for name, losses in curves.items():
         far = f"  {100 * (final(losses) / final(curves['bf16']) - 1):+.2f}% of bf16" if "bf16" in curves else ""
@@ -230,7 +274,7 @@ def main() -> None:
         record = {
             "device": where, "torch": torch.__version__, "fourwave": fw.__version__, "python": sys.version.split()[0],
             "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "plot", "device")}, "bytes": len(text),
-            "losses": curves,
+            "seconds": seconds, "losses": curves,
         }  # fmt: skip
         args.out.write_text(json.dumps(record) + "\n")
     if args.plot:
