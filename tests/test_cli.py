@@ -132,10 +132,51 @@ def test_explain_a_simulated_backend_names_kernel_and_config():
         assert "cdna3.py" in result.output and "tile" in result.output
 
 
+@needs_sim
+@pytest.mark.parametrize("layout", ["TN", "NT"])
+def test_explain_grouped_counts_the_steps_of_uneven_groups(layout, tmp_path):
+    sizes = ["16384", "4096", "4096"] if layout == "TN" else ["4096", "4096", "16384"]
+    options = ["--dtype", "fp8", "--layout", layout, "--backend", "sim:gfx942", "--json", str(tmp_path / "told.json")]
+    result = invoke("explain", "grouped", *sizes, *options)
+    assert result.exit_code == 0 and "cdna3.py for gfx942" in words(result) and "32 groups" in words(result)
+    equal, uneven = json.loads((tmp_path / "told.json").read_text())["busiest_unit_steps"]
+    assert f"{equal} with equal groups, {uneven} with half of all rows in one" in words(result)
+    assert 0 < equal <= uneven <= 1.25 * equal
+
+
+@needs_sim
+@pytest.mark.slow
+def test_explain_grouped_shows_what_the_compiler_made(tmp_path):
+    out = tmp_path / "told.json"
+    result = invoke(
+        "explain",
+        "grouped",
+        "--isa",
+        "--arch",
+        "gfx942",
+        "--dtype",
+        "fp8",
+        "--layout",
+        "TN",
+        "--waits",
+        "--json",
+        str(out),
+    )
+    assert result.exit_code == 0, result.output
+    kernels = json.loads(out.read_text())["kernels"]
+    assert len(kernels) == 2 and "preshuffled" in kernels[1]["problem"]
+    for kernel in kernels:
+        assert kernel["vgpr_spills"] == kernel["sgpr_spills"] == 0 and kernel["main_loop"]["mfma"] > 0
+        assert kernel["LDS cycles lost to bank conflicts (simulated)"] == "0"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["conv", "1", "1", "1"], "gemm is the only one"),
+        (["conv", "1", "1", "1"], "choose from gemm, grouped"),
+        (["gemm", "1", "2", "3", "--groups", "4"], "--groups goes with grouped"),
+        (["grouped", "--dtype", "fp8"], "give M, N and K"),
+        (["grouped", "1", "2", "3", "--dtype", "fp32"], "choose from bf16, fp16, fp8, fp8_tensor, mxfp8"),
         (["gemm"], "give M, N and K"),
         (["gemm", "1", "2"], "give M, N and K"),
         (["gemm", "1", "2", "3", "--layout", "TT"], "choose from TN, NN, NT"),
@@ -221,7 +262,13 @@ def test_bench_sim_times_a_right_product_and_says_what_it_is(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "subject",
-    [pytest.param(["gemm", "--dtype", "all"], marks=pytest.mark.exhaustive), ["quantize"], ["grouped"]],
+    [
+        pytest.param(["gemm", "--dtype", "all"], marks=pytest.mark.exhaustive),
+        ["quantize"],
+        pytest.param(
+            ["grouped"], marks=pytest.mark.exhaustive
+        ),  # the rows are those of tests/grouped/test_grouped_amd.py
+    ],
     ids=" ".join,
 )
 def test_check_passes_on_all(subject, tmp_path):

@@ -127,14 +127,22 @@ def doctor(
 
 @app.command()
 def explain(
-    op: Annotated[str, typer.Argument(help="The operation; gemm is the only one so far.")] = "gemm",
+    op: Annotated[str, typer.Argument(help="The operation: gemm or grouped.")] = "gemm",
     M: Annotated[int | None, typer.Argument(help="Output rows.", show_default=False)] = None,
     N: Annotated[int | None, typer.Argument(help="Output columns.", show_default=False)] = None,
     K: Annotated[int | None, typer.Argument(help="Reduction length.", show_default=False)] = None,
     layout: Annotated[str | None, typer.Option(metavar="LAYOUT", help="TN (default), NN or NT.")] = None,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="Of the operands: bf16, fp16 or fp32.")] = "bf16",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="DTYPE", help="Of the operands: bf16, fp16 or fp32; grouped: bf16, fp16, fp8, fp8_tensor or mxfp8."
+        ),
+    ] = "bf16",
     out_dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or fp32. Default: the operands'.")
+    ] = None,
+    groups: Annotated[
+        int | None, typer.Option(min=1, metavar="G", help="grouped: how many groups. Default: 32.", show_default=False)
     ] = None,
     backend: Annotated[str | None, typer.Option(metavar="BACKEND", help="As if the call had named this one.")] = None,
     isa: Annotated[
@@ -150,14 +158,15 @@ def explain(
 ) -> None:
     """Say which backend, kernel and config a GEMM gets and why, or (--isa) what its compiled kernel looks like.
 
-    Examples: `fourwave explain gemm 4096 4096 4096 --layout NT`, `fourwave explain gemm --isa --arch gfx950`.
+    Examples: `fourwave explain gemm 4096 4096 4096 --layout NT`, `fourwave explain gemm --isa --arch gfx950`,
+    `fourwave explain grouped --isa --dtype fp8`. Of grouped GEMM, TN is the forward product, NN dgrad and NT wgrad (K: all rows).
 
     Nothing is run. With --isa and no M N K, the kernels are those of a size that fills the chip. Exit status 1 if --isa
     shows a spill or --waits a finding, 2 if the call would raise.
     """
     from fourwave.cli.explain import run_explain
 
-    run_explain(op, M, N, K, layout, dtype, out_dtype, backend, isa, arch or [], json, waits)
+    run_explain(op, M, N, K, layout, dtype, out_dtype, backend, isa, arch or [], json, waits, groups)
 
 
 @bench_app.command("sim")

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from fourwave.cli import console as out
 from fourwave.cli import names
+from fourwave.cli.explain_grouped import run_explain_grouped
 from fourwave.ops.gemm.explain import explain_problem
 from fourwave.ops.gemm.problem import GemmProblem
 
@@ -29,12 +30,21 @@ def run_explain(
     archs: list[str],
     json: Path | None,
     waits: bool = False,
+    groups: int | None = None,
 ) -> None:
-    if op != "gemm":
-        out.fail(f"operation {op!r}: gemm is the only one so far")
+    (op,) = names.choose("operation", [op], ("gemm", "grouped"))
     sizes = None if M is None or N is None or K is None else (M, N, K)
     if (sizes is None and (M, N, K) != (None, None, None)) or (sizes is not None and min(sizes) < 0):
         out.fail("give M, N and K, none of them negative")
+    if waits and not isa:
+        out.fail("--waits goes with --isa")
+    if archs and not isa:
+        out.fail("--arch goes with --isa; name a simulated architecture as --backend sim:gfx942")
+    if op == "grouped":
+        run_explain_grouped(sizes, groups or 32, layout, dtype, out_dtype, backend, isa, archs, json, waits)
+        return
+    if groups is not None:
+        out.fail("--groups goes with grouped")
     operands = names.dtype("--dtype", dtype)
     result = operands if out_dtype is None else names.dtype("--out-dtype", out_dtype)
     if isa:
@@ -44,12 +54,8 @@ def run_explain(
         problems = [
             GemmProblem(m, n, k, each, operands, operands, result) for each in names.layouts([layout] if layout else [])
         ]
-        show_isa(problems, names.archs(archs), json, check_waits=waits)
+        show_isa(dict.fromkeys(names.archs(archs), problems), json, check_waits=waits)
         return
-    if waits:
-        out.fail("--waits goes with --isa")
-    if archs:
-        out.fail("--arch goes with --isa; name a simulated architecture as --backend sim:gfx942")
     if sizes is None:
         out.fail("give M, N and K: fourwave explain gemm 4096 4096 4096")
     (chosen,) = names.layouts([layout or "TN"])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -13,50 +14,65 @@ from rich.markup import escape
 
 from fourwave.backends.flydsl import flydsl_missing
 from fourwave.cli import console as out
-from fourwave.ops.gemm.config import GemmConfig, default_config, why_unsupported
+from fourwave.ops.gemm.config import GemmConfig
+from fourwave.ops.grouped_gemm.config import GroupedConfig
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.problem import GemmProblem
+    from fourwave.ops.grouped_gemm.problem import GroupedProblem
     from fourwave.perf.isa import CompiledKernel
     from fourwave.perf.waits import WaitFinding
 
-Compiled = tuple["GemmProblem", GemmConfig, "CompiledKernel"]
+    Problem = GemmProblem | GroupedProblem
+Compiled = tuple["Problem", GemmConfig | GroupedConfig, "CompiledKernel"]
+Extra = dict[str, list[str]]  # further rows of the table, a cell for each kernel
 
 
-def show_isa(
-    problems: Sequence[GemmProblem], archs: Sequence[str], json: Path | None, *, check_waits: bool = False
-) -> None:
+def show_isa(problems: Mapping[str, Sequence[Problem]], json: Path | None, *, check_waits: bool = False) -> None:
+    """problems: of one operation, for each arch."""
     if reason := flydsl_missing():
         out.fail(reason)
-    for arch in archs:
-        for problem in problems:
+    from fourwave.ops.grouped_gemm.problem import GroupedProblem
+
+    rules: Any
+    compile_isa: Any
+    further: Callable[[str, Sequence[Compiled]], Extra] | None = None
+    if all(isinstance(problem, GroupedProblem) for each in problems.values() for problem in each):
+        from fourwave.cli.explain_grouped import further_facts as further
+        from fourwave.ops.grouped_gemm import config as rules
+        from fourwave.perf.grouped import compile_grouped_isa as compile_isa
+    else:
+        from fourwave.ops.gemm import config as rules
+        from fourwave.perf.isa import compile_isa
+    for arch, of_arch in problems.items():
+        for problem in of_arch:
             if problem.is_empty:
                 out.fail(f"{problem}: there is nothing to multiply, so no kernel")
-            if reason := why_unsupported(problem, None, arch):
+            if reason := rules.why_unsupported(problem, None, arch):
                 out.fail(f"{problem} for {arch}: {reason}")
-    from fourwave.perf.isa import compile_isa
 
     console = out.stdout()
     spilled = []
     misplaced: list[str] = []
     record = []
     with out.steps("compiling") as steps:
-        steps.start(len(archs) * len(problems))
+        steps.start(sum(map(len, problems.values())))
         tables: list[list[Compiled]] = []
-        for arch in archs:
+        for arch, of_arch in problems.items():
             compiled: list[Compiled] = []
-            for problem in problems:
-                config, _ = default_config(problem, arch)
+            for problem in of_arch:
+                config, _ = rules.default_config(problem, arch)
                 kernel = compile_isa(problem, config, arch, lines=check_waits)
                 compiled.append((problem, config, kernel))
                 steps.done(f"{arch} {problem.layout}")
             tables.append(compiled)
-    for arch, compiled in zip(archs, tables, strict=True):
-        show_kernels(console, arch, compiled)
-        for problem, config, kernel in compiled:
+    for arch, compiled in zip(problems, tables, strict=True):
+        extra = {} if further is None else further(arch, compiled)
+        show_kernels(console, arch, compiled, extra)
+        for column, (problem, config, kernel) in enumerate(compiled):
             if kernel.vgpr_spills or kernel.sgpr_spills or kernel.scratch_bytes:
                 spilled.append(f"{arch} {problem.layout} {config}")
-            record.append(as_record(problem, config, kernel))
+            record.append(as_record(problem, config, kernel) | {name: cells[column] for name, cells in extra.items()})
             if check_waits:
                 found = show_waits(console, problem, kernel)
                 record[-1]["wait_findings"] = [asdict(f) for f in found]
@@ -71,7 +87,7 @@ def show_isa(
         raise typer.Exit(1)
 
 
-def show_waits(console: Console, problem: GemmProblem, kernel: CompiledKernel) -> list[WaitFinding]:
+def show_waits(console: Console, problem: Problem, kernel: CompiledKernel) -> list[WaitFinding]:
     """Print how the kernel's own waits on vmcnt stand to the machine code's order."""
     from fourwave.perf import waits
 
@@ -88,7 +104,7 @@ def show_waits(console: Console, problem: GemmProblem, kernel: CompiledKernel) -
     return found
 
 
-def show_kernels(console: Console, arch: str, compiled: Sequence[Compiled]) -> None:
+def show_kernels(console: Console, arch: str, compiled: Sequence[Compiled], extra: Extra) -> None:
     """One column per kernel. Counts are of the final assembly, one wave's."""
     table = out.table()
     table.add_column("")
@@ -104,7 +120,7 @@ def show_kernels(console: Console, arch: str, compiled: Sequence[Compiled]) -> N
     row("tile m x n x k", [f"{c.tile_m}x{c.tile_n}x{c.tile_k}" for c in configs])
     row("waves m x n", [f"{c.waves_m}x{c.waves_n}" for c in configs])
     row("LDS stages", [str(c.num_stages) for c in configs])
-    row("matrix instruction", [c.mma for c in configs], end_section=True)
+    row("matrix instruction", [matrix_instruction(k) for k in kernels], end_section=True)
     row("vector registers (VGPR + AGPR)", [str(k.vgpr) for k in kernels])
     row("  of them AGPR", [str(k.agpr) for k in kernels])
     row("scalar registers (SGPR)", [str(k.sgpr) for k in kernels])
@@ -121,9 +137,17 @@ def show_kernels(console: Console, arch: str, compiled: Sequence[Compiled]) -> N
     row("waits (s_waitcnt)", ["\n".join([str(len(loop.waits)), *waits(loop.waits)]) for loop in loops])
     row("barriers", [str(loop.barriers) for loop in loops])
     row("other vector / copies / scalar", [f"{loop.valu} / {loop.copies} / {loop.salu}" for loop in loops])
-    row("instructions in all", [str(loop.instructions) for loop in loops], end_section=True)
+    row("instructions in all", [str(loop.instructions) for loop in loops])
+    row("  of them MFMA", [f"{loop.mfma / loop.instructions:.0%}" for loop in loops], end_section=True)
+    for number, (name, cells) in enumerate(extra.items(), 1):
+        row(name, cells, end_section=number == len(extra))
     row("code object", [linked(k) for k in kernels])
     out.show(console, table, f"{compiled[0][2].name} for {arch}")
+
+
+def matrix_instruction(kernel: CompiledKernel) -> str:
+    """Sizes m x n x k of those in the assembly: one, but for wgrad's sums of bias gradients."""
+    return ", ".join(sorted(set(re.findall(r"v_w?mfma_(?:scale_)?f32_(\d+x\d+x\d+)", kernel.text))))
 
 
 def spills(vector: int, scalar: int) -> str:
@@ -144,7 +168,7 @@ def linked(kernel: CompiledKernel) -> str:
     return f"{len(kernel.code_object)} bytes" if kernel.code_object is not None else escape(kernel.link_note)
 
 
-def as_record(problem: GemmProblem, config: GemmConfig, kernel: CompiledKernel) -> dict[str, object]:
+def as_record(problem: Problem, config: GemmConfig | GroupedConfig, kernel: CompiledKernel) -> dict[str, object]:
     record = asdict(kernel)
     del record["text"], record["code_object"], record["module"]
     return {"problem": str(problem), "config": str(config), "linked": kernel.code_object is not None, **record}
