@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ from fourwave.backends.base import Backend, Description
 from fourwave.formats.scaling import expand_scale
 from fourwave.ops.gemm.problem import FLOAT8, PACKED_E2M1
 from fourwave.ops.gemm.reference import activate
+from fourwave.ops.grouped_gemm.preshuffle import unshuffle
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
@@ -61,15 +63,15 @@ class NativeBackend(Backend):
         return None
 
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
-        reasons = []
+        reasons = ["preshuffled weights are brought into plain order first, on every call"] * problem.b_preshuffled
         if problem.device_type == "cpu" and _inexact_fp32():
             why = "multiplied in fp64, epilogue in fp32: PyTorch's setting would let it round fp32 operands"
-            return Description(kernel="torch.mm", reasons=[why])
+            return Description(kernel="torch.mm", reasons=[*reasons, why])
         on_gpu = problem.device_type == "cuda"
         if problem.precision not in ("bf16", "fp16", "fp32"):
             if why_no_scaled_mm(problem) is None:
                 why = "torch._scaled_mm, or dequantized where rows are not 16-byte aligned; epilogue in fp32"
-                return Description(kernel="torch._scaled_mm", reasons=[why])
+                return Description(kernel="torch._scaled_mm", reasons=[*reasons, why])
             reasons.append("dequantized, then torch.mm; accumulated in fp32, one rounding to the output")
         elif problem.precision != "fp32":
             if on_gpu and self._is_plain(problem) and problem.out_dtype == problem.a_dtype:
@@ -113,6 +115,8 @@ class NativeBackend(Backend):
         return native.run(problem, tensors)
 
     def _run(self, problem: GemmProblem, tensors: GemmTensors) -> list[str]:
+        if problem.b_preshuffled:
+            problem, tensors = _in_plain_order(problem, tensors)
         a, b, out = tensors.a, tensors.b, tensors.out
         is_fp32 = problem.a_dtype == problem.b_dtype == torch.float32
         # The setting is the process's: changing it for one product would race with other threads.
@@ -171,6 +175,16 @@ def finish(problem: GemmProblem, acc: torch.Tensor, tensors: GemmTensors) -> Non
     if problem.accumulate:
         y.add_(tensors.out)
     tensors.out.copy_(y)
+
+
+def _in_plain_order(problem: GemmProblem, tensors: GemmTensors) -> tuple[GemmProblem, GemmTensors]:
+    """The call without preshuffled weights and packed scales."""
+    scale = tensors.b_scale
+    if problem.b_scaling == "1x32":
+        assert scale is not None
+        scale = scale[:, : -(-problem.K // 32)]
+    plain = tensors._replace(b=unshuffle(tensors.b), b_scale=scale)
+    return replace(problem, b_preshuffled=False), plain
 
 
 def write_bias_grad(problem: GemmProblem, tensors: GemmTensors) -> None:

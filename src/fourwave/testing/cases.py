@@ -10,6 +10,7 @@ import torch
 from fourwave.ops.gemm.api import gemm
 from fourwave.ops.gemm.problem import FLOAT8, PACKED_E2M1, PRECISIONS, SWIGLU, GemmProblem
 from fourwave.ops.gemm.reference import gemm_reference
+from fourwave.ops.grouped_gemm.preshuffle import Preshuffled, preshuffle
 from fourwave.quantize.tensor import FORMATS, QuantizedTensor
 from fourwave.testing import bounds, buffers, inputs
 from fourwave.testing.shapes import Shape
@@ -38,6 +39,7 @@ class GemmCase:
     dtype       of a plain a, and of a plain b where b_dtype is None
     a_format, b_format  names of fourwave.quantize.tensor.FORMATS: that operand is quantized (inputs.quantized), whatever the dtypes
     fnuz        quantized operands have gfx942's codes, where the format has such
+    preshuffled b comes as `fw.preshuffle` of it; TN, N a multiple of 16 and K of 64
     transposed  columnwise codes are stored transposed
     out_dtype   None is gemm's default
     preactivation, bias_grad  dtypes of these outputs, or None; views as out_view
@@ -68,6 +70,7 @@ class GemmCase:
     out_scale_rule: str = "floor"
     batch_invariant: bool = False
     fast_accum: bool = False
+    preshuffled: bool = False
 
     @property
     def written(self) -> torch.dtype:
@@ -110,7 +113,7 @@ class GemmCase:
             preactivation_dtype=self.preactivation, bias_grad_dtype=self.bias_grad,
             out_scaling=None if self.out_format is None else scaling[self.out_format],
             out_direction=self.out_direction, out_scale_rule=self.out_scale_rule, batch_invariant=self.batch_invariant,
-            fast_accum=self.fast_accum,
+            fast_accum=self.fast_accum, b_preshuffled=self.preshuffled,
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -140,7 +143,7 @@ class GemmCase:
         for name in ("preactivation", "bias_grad"):
             if (dtype := getattr(self, name)) is not None:
                 words.append(f"{name} {PRECISIONS[dtype]}")
-        for name in ("accumulate", "batch_invariant", "fast_accum"):
+        for name in ("accumulate", "batch_invariant", "fast_accum", "preshuffled"):
             if getattr(self, name):
                 words.append(name)
         return ", ".join(words)
@@ -179,6 +182,7 @@ class GemmCase:
         """
         shape = self.shape
         a, b = self.operands(device)
+        weights: torch.Tensor | QuantizedTensor | Preshuffled = preshuffle(b) if self.preshuffled else b
         generator = torch.Generator().manual_seed(self.seed + 1)
 
         def noise(*size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -204,7 +208,7 @@ class GemmCase:
             "batch_invariant": self.batch_invariant, "fast_accum": self.fast_accum, "config": config, "backend": backend,
         }  # fmt: skip
         gemm(
-            a, b, accumulate=self.accumulate, out=out.tensor,
+            a, weights, accumulate=self.accumulate, out=out.tensor,
             preactivation=None if preactivation is None else preactivation.tensor,
             bias_grad=None if bias_grad is None else bias_grad.tensor[0], **options,
         )  # fmt: skip
@@ -235,7 +239,7 @@ class GemmCase:
             for each in outputs:
                 each.assert_guards_intact()
             if self.out_format is not None:
-                self._assert_quantized(a, b, out.tensor, options)
+                self._assert_quantized(a, weights, out.tensor, options)
         except AssertionError as error:
             guards = str(error)
         return CaseResult(ratio, worst, guards)
@@ -243,7 +247,7 @@ class GemmCase:
     def _assert_quantized(
         self,
         a: torch.Tensor | QuantizedTensor,
-        b: torch.Tensor | QuantizedTensor,
+        b: torch.Tensor | QuantizedTensor | Preshuffled,
         y: torch.Tensor,
         options: dict[str, Any],
     ) -> None:

@@ -9,6 +9,7 @@ from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.dequantize import bfloat16_pairs, scale_factor
 from fourwave.blocks.flydsl.memory import (
+    MAX_BUFFER_BYTES,
     OUT_OF_RANGE,
     Buffer,
     lds_read,
@@ -25,6 +26,7 @@ from fourwave.blocks.flydsl.tiles import (
     MMA_M,
     SCALE_BLOCKS,
     SCALE_K,
+    SHUFFLED_K,
     WAVE,
     WORKGROUP,
     CodeTile,
@@ -213,6 +215,47 @@ class StagedCodes:
                 at = self.image.address(self.line, 2 * self.chunk + half)
                 at = at + i * self.tile.lines_per_load * self.image.line_bytes
                 lds_write(lds, stage_offset + at, fx.Vector.from_elements(words[4 * half : 4 * half + 4], fx.Int32))
+
+
+class PreshuffledRows:
+    """Fragments of preshuffled weights [N, K], 8-bit codes, straight from global memory to registers.
+
+    16 rows and SHUFFLED_K of K are 1024 contiguous bytes, of which lane 16 * g + r takes the 16 of row r and k = 16 * g on;
+    rows of 16 follow each other at 16 * K bytes (ops/grouped_gemm/preshuffle.py). A lane's rows are those of geo.b's fragments
+    (tiles.OperandTile.fragment_row), as if they had come through LDS.
+    """
+
+    def __init__(self, tensor, geo, n0, N, k_stride, k_end, first_row, lane):
+        """n0: first row of the workgroup's tile, of pairs as in GlobalTile; k_stride: length of the rows in memory; first_row:
+        of the wave's part of the tile."""
+        tile = geo.b
+        self.tensor, self.k_end = tensor, k_end
+        half = N >> 1
+        if tile.pairs:
+            n0 = n0 >> 1
+        self.row_bytes, self.chunks = fx.Int64(k_stride), tile.fragment_bytes // CHUNK_BYTES
+        self.base, self.left = fx.Int64(n0) * self.row_bytes, fx.Int64(N - n0) * self.row_bytes
+        group_bytes = k_stride * MMA_M
+        self.offsets = []
+        for j in range(geo.frags_n):
+            row = tile.paired(first_row + tile.fragment_row(j, lane % MMA_M), half)
+            in_group = (lane // MMA_M) * (MMA_M * CHUNK_BYTES) + (row & (MMA_M - 1)) * CHUNK_BYTES
+            self.offsets.append((row >> log2(MMA_M)) * group_bytes + in_group)
+
+    def load(self, k0):
+        """The slice's fragments from k0 (Int32, uniform) on, on their way; zeros past K and N."""
+        parts = []
+        for chunk in range(self.chunks):
+            k = k0 + chunk * SHUFFLED_K
+            before = fx.Int64(k) * MMA_M
+            # What is behind K in memory is the next 16 rows.
+            num_bytes = minimum(self.left - before, fx.Int64(MAX_BUFFER_BYTES))
+            parts.append(Buffer(self.tensor, self.base + before, (k < self.k_end).select(num_bytes, fx.Int64(0))))
+        fragments = []
+        for offset in self.offsets:
+            chunks = [buffer.load(offset, 4, fx.Int32) for buffer in parts]
+            fragments.append(chunks[0] if len(chunks) == 1 else chunks[0].shuffle(chunks[1], list(range(8))))
+        return fragments
 
 
 class Fragments:

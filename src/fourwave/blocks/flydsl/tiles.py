@@ -40,6 +40,9 @@ LOAD_BYTES = WORKGROUP * CHUNK_BYTES  # bytes all four waves bring in with one l
 
 SCALE_BLOCKS = 16  # of 32 k each: scales of a row that one chunk holds
 SCALE_K = 32 * SCALE_BLOCKS
+SHUFFLED_K = (
+    LANE_GROUPS * CHUNK_BYTES
+)  # of preshuffled 8-bit weights, which lie together for 16 rows (ops/grouped_gemm/preshuffle.py)
 
 LDS_BYTES = {"gfx950": 160 * 1024, "gfx942": 64 * 1024}  # per workgroup
 LDS_BANKS = {"gfx950": 64, "gfx942": 32}  # 4 bytes wide each
@@ -379,6 +382,7 @@ class Geometry:
     a: OperandTile
     b: OperandTile
     scales: bool | str = False  # True: of blocks of 32 k, "128": of 128, brought beside the operands
+    b_ahead: int = 0  # preshuffled b: K tiles it is loaded ahead, straight into registers; 0: b comes through LDS
 
     @property
     def scale_slots(self):
@@ -433,13 +437,23 @@ class Geometry:
     @property
     def tiles_per_step(self):
         """K tiles per main-loop step: the fragments read ahead alternate between two sets of registers, so a step has an
-        even number of slices; with an odd number they would have to be copied. An odd last tile is zeros."""
+        even number of slices; with an odd number they would have to be copied. An odd last tile is zeros. Preshuffled b
+        goes round as many sets as it is loaded ahead."""
+        if self.b_ahead:
+            return self.b_ahead
         return 2 if self.num_slices % 2 else 1
+
+    @property
+    def b_loads(self):
+        """Loads of b that one wave issues per K tile: its part of a tile in LDS, or the fragments of all its columns."""
+        if self.b_ahead:
+            return self.num_slices * self.frags_n * (self.b.fragment_bytes // CHUNK_BYTES)
+        return self.b.loads
 
     @property
     def loads_per_tile(self):
         """Global loads one wave issues per K tile; each counts once in vmcnt."""
-        return self.a.loads + self.b.loads + self.scale_loads
+        return self.a.loads + self.b_loads + self.scale_loads
 
 
 _READ_B128_LANES = {

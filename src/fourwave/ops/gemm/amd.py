@@ -89,7 +89,9 @@ def build_launcher(spec: Specialisation):
 
 def placeholder_arguments(spec: Specialisation):
     """Arguments to compile with where nothing is launched; sizes do not matter."""
-    problem = replace(spec.problem, M=8, N=8, K=8)
+    problem = replace(
+        spec.problem, M=8, N=16 if spec.problem.b_preshuffled else 8, K=64 if spec.problem.b_preshuffled else 8
+    )
 
     def zeros(shape, dtype):
         return None if shape is None or dtype is None else torch.zeros(shape, dtype=dtype)
@@ -165,6 +167,9 @@ def run(
     if _halves_copied(problem):
         notes.append(_HALVES_COPIED)
         tensors = tensors._replace(b=_whole_chunks(tensors.b))
+    if problem.b_preshuffled and (not tensors.b.is_contiguous() or tensors.b.data_ptr() % ALIGN_BYTES):
+        notes.append(_SHUFFLED_COPIED)
+        tensors = tensors._replace(b=tensors.b.clone(memory_format=torch.contiguous_format))
     bias = tensors.bias
     operands = {
         name: _readable(name, tensor, rows, notes, arch)
@@ -198,6 +203,7 @@ def run(
     return notes
 
 
+_SHUFFLED_COPIED = "b copied: preshuffled weights are read from contiguous, 16-byte aligned memory"
 _HALVES_COPIED = "b copied: the halves of its rows are not whole chunks of 16 bytes"
 
 
@@ -251,6 +257,9 @@ def copies(
     if _halves_copied(problem):
         notes.append(_HALVES_COPIED)
         tensors = tensors._replace(b=_whole_chunks(tensors.b.to("meta")))
+    if problem.b_preshuffled and (not tensors.b.is_contiguous() or tensors.b.data_ptr() % ALIGN_BYTES):
+        notes.append(_SHUFFLED_COPIED)
+        tensors = tensors._replace(b=torch.empty_like(tensors.b, memory_format=torch.contiguous_format))
     for name, tensor, rows in _read_in_chunks(problem, config, arch, tensors):
         if (reason := _why_copied(_plain_strides(tensor), rows, arch)) is not None:
             notes.append(f"{name} copied: {reason}")

@@ -33,6 +33,7 @@ from fourwave.ops.gemm.explain import explain_arguments
 from fourwave.ops.gemm.operators import register_flops
 from fourwave.ops.gemm.problem import FLOAT8, SWIGLU
 from fourwave.ops.gemm.quick import quick
+from fourwave.ops.grouped_gemm.preshuffle import Preshuffled
 from fourwave.quantize.tensor import DIRECTIONS, FORMATS, QuantizedTensor
 from fourwave.transforms import PLAIN, has_tangent, is_special, requires_grad
 
@@ -45,7 +46,7 @@ SCALE_RULES = ("floor", "ceil")
 
 def gemm(
     a: Tensor | QuantizedTensor,
-    b: Tensor | QuantizedTensor,
+    b: Tensor | QuantizedTensor | Preshuffled,
     *,
     trans_a: bool = False,
     trans_b: bool = True,
@@ -71,7 +72,8 @@ def gemm(
     a           [..., K]; [..., M] with trans_a, whose leading dimensions are then K. float32, bfloat16, float16, an 8-bit
                 float (float8_e4m3fn, float8_e5m2, float8_e4m3fnuz, float8_e5m2fnuz), or a QuantizedTensor
     b           [N, K]; [K, N] without trans_b; [..., N] with trans_a. a's dtype; of 8-bit floats any two go together, and
-                a QuantizedTensor with any other or with a plain a
+                a QuantizedTensor with any other or with a plain a. Or 8-bit weights [N, K] that `fw.preshuffle` has brought
+                into the order that AMD's matrix instructions read, for x @ w.T only: the product has the same bits
     trans_a, trans_b  False, True: fprop, x @ w.T ("TN"). False, False: dgrad, dout @ w ("NN").
                 True, False: wgrad, dout.T @ x ("NT"). There is no True, True. Quantized tensors are named by their logical
                 shape, and must hold codes along the reduction: both rowwise for fprop; dout rowwise and w columnwise for
@@ -161,7 +163,7 @@ _SIGNATURE = inspect.signature(gemm)
 
 def _arguments(
     a: Tensor | QuantizedTensor,
-    b: Tensor | QuantizedTensor,
+    b: Tensor | QuantizedTensor | Preshuffled,
     trans_a: bool,
     trans_b: bool,
     out_dtype: torch.dtype | None,
@@ -182,7 +184,16 @@ def _arguments(
     backend: str | None,
 ) -> tuple[Arguments, QuantizedTensor | None]:
     """The call with its quantized operands taken apart, and the quantized result, made to be written, if one is asked for."""
-    a_scale = b_scale = a_scaling = b_scaling = None
+    a_scale = b_scale = a_scaling = b_scaling = packed_scale = None
+    b_preshuffled = False
+    if isinstance(b, Preshuffled):
+        if trans_a or not trans_b:
+            raise ValueError(
+                f"b is preshuffled, an order for x @ w.T: it cannot be read with trans_a={trans_a}, trans_b={trans_b}"
+            )
+        b_preshuffled, packed_scale, b = True, b.packed_scale, b.weights
+    if isinstance(a, Preshuffled):
+        raise ValueError("a is preshuffled: only b, the weights of x @ w.T, has such an order")
     if isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor):
         check_layout(trans_a, trans_b)
         reduced = [trans_a, not trans_b]  # along the first dimension of the logical matrix
@@ -196,6 +207,8 @@ def _arguments(
             b_scaling = b.format.scaling
             b, b_scale, k_last = b.operand("columnwise" if reduced[1] else "rowwise")
             trans_b = k_last
+            if packed_scale is not None:
+                b_scale = packed_scale
         if trans_a and trans_b:
             raise ValueError(
                 "b's columnwise codes are stored transposed and a is not: quantize both with columnwise_transposed=True or "
@@ -211,7 +224,8 @@ def _arguments(
         raise ValueError(f"alpha is {alpha!r}; it must be a number (a tensor's gradient would be lost)")
     args = Arguments(
         a, b, out, bias, a_scale, b_scale, preactivation, bias_grad, None, None, None, None, alpha, trans_a, trans_b,
-        out_dtype, activation, accumulate, a_scaling, b_scaling, batch_invariant, fast_accum, config=config, backend=backend,
+        out_dtype, activation, accumulate, a_scaling, b_scaling, batch_invariant, fast_accum, b_preshuffled=b_preshuffled,
+        config=config, backend=backend,
     )  # fmt: skip
     if out_format is None:
         if out_scale is not None:
@@ -304,7 +318,7 @@ def _call(args: Arguments) -> Tensor:
         raise ValueError("8-bit operands require grad: their gradient would be rounded to 8 bits; detach them")
     written = (out, args.preactivation, args.bias_grad, args.out_columnwise)
     scaled = args.a_scaling is not None or args.b_scaling is not None
-    if all(t is None for t in written) and not scaled:
+    if all(t is None for t in written) and not scaled and not args.b_preshuffled:
         if args.accumulate:
             raise ValueError("accumulate=True adds to `out`, and no out was given")
         return torch.ops.fourwave.gemm(
@@ -331,7 +345,7 @@ def _call(args: Arguments) -> Tensor:
         a, b, out, bias, args.trans_a, args.trans_b, args.activation, float(args.alpha), args.accumulate, args.backend,
         args.a_scale, args.b_scale, args.a_scaling, args.b_scaling, args.preactivation, args.bias_grad, args.batch_invariant,
         args.fast_accum, args.out_scaling, args.out_direction, args.out_scale_rule, args.out_scale, args.out_amax,
-        args.out_columnwise, args.out_columnwise_scale,
+        args.out_columnwise, args.out_columnwise_scale, args.b_preshuffled,
     )  # fmt: skip
     result = out if out is not None else args.out_columnwise
     assert result is not None

@@ -24,6 +24,10 @@ The compiler counts the waits for the loads, since their results are ordinary re
 for LDS writes, so wait_lds comes before it. Tiles past K fetch nothing and are zeros.
 Every wave passes every barrier equally often, tails included.
 
+Preshuffled b (8-bit, TN) skips LDS: fragments come from global memory in the order of the matrix instruction, b_ahead K tiles
+ahead; a step of the loop goes round as many sets of registers. Each slice's set is loaded anew right behind the
+multiplications that were the last to read it. K is added in the same order as through LDS: the results are the same bits.
+
 Block scales: this machine's matrix unit takes none, so codes become bfloat16 between registers and LDS, exactly
 (blocks/flydsl/dequantize.py), and are multiplied as such. Where K is not contiguous, a lane writes every second chunk of a
 line: two lanes meet in a bank.
@@ -36,13 +40,20 @@ import flydsl.compiler as flyc
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.epilogue import SWIGLU, row_sums
-from fourwave.blocks.flydsl.loaders import Fragments, GlobalTile, RegisterScales, StagedCodes, StagedTile
-from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, uniform, wait_lds
+from fourwave.blocks.flydsl.loaders import (
+    Fragments,
+    GlobalTile,
+    PreshuffledRows,
+    RegisterScales,
+    StagedCodes,
+    StagedTile,
+)
+from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, lds_struct, uniform, wait_lds
 from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
 from fourwave.ops.gemm.cdna import finish, launcher
-from fourwave.ops.gemm.config import block_scaled, code_format, geometry, wide_scaled
+from fourwave.ops.gemm.config import block_scaled, code_format, geometry, shuffled_ahead, split_step, wide_scaled
 
 ARCH = "gfx942"
 NUM_STAGES = 2  # LDS buffers per operand
@@ -50,14 +61,21 @@ NUM_STAGES = 2  # LDS buffers per operand
 
 def build(spec, fmt, epi):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
-    geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, swiglu=epi.activation == SWIGLU)
+    b_ahead = spec.problem.b_preshuffled and shuffled_ahead(spec.config)
+    through_lds = not b_ahead  # b
+    geo = geometry(
+        spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, swiglu=epi.activation == SWIGLU, b_ahead=b_ahead
+    )
+    split_k = split_step(spec.problem, geo)
     codes, wide = block_scaled(spec.problem), wide_scaled(spec.problem)
     assert geo.num_stages == NUM_STAGES, "why_unsupported lets nothing else through"
 
-    @fx.struct
-    class Storage:
-        a: fx.Array[fx.Uint8, NUM_STAGES * geo.a.stage_bytes, 16]
-        b: fx.Array[fx.Uint8, NUM_STAGES * geo.b.stage_bytes, 16]
+    storage = lds_struct(
+        {
+            "a": NUM_STAGES * geo.a.stage_bytes,
+            **({"b": NUM_STAGES * geo.b.stage_bytes} if through_lds else {}),
+        }
+    )
 
     @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
     def gemm_cdna3(arguments):
@@ -68,13 +86,15 @@ def build(spec, fmt, epi):
         wave_m, wave_n = wave // geo.waves_n, wave % geo.waves_n
         tiles_m, tiles_n = num_tiles(M, geo.tile_m), num_tiles(N, geo.tile_n)
         step_k = geo.tile_k * geo.tiles_per_step
-        split = spec.config.split_k
-        tile, share, k_first, K = k_part(fx.Int32(fx.block_idx.x), tiles_m * tiles_n, K, step_k, split)
+        split, row_k = spec.config.split_k, K
+        tile, share, k_first, K = k_part(fx.Int32(fx.block_idx.x), tiles_m * tiles_n, K, split_k, split)
         m_tile, n_tile = output_tile(tile, tiles_m, tiles_n, geo.group_m)
         m0, n0 = m_tile * geo.tile_m, n_tile * geo.tile_n
 
-        lds = fx.SharedAllocator().allocate(Storage).peek()
-        lds_a, lds_b = lds.a.ptr, lds.b.ptr
+        lds = fx.SharedAllocator().allocate(storage).peek()
+        lds_a = lds.a.ptr
+        if fx.const_expr(through_lds):
+            lds_b = lds.b.ptr
         if fx.const_expr(codes):
             staged_a = StagedCodes(
                 arguments.a, arguments.a_scale, geo.a, code_format(spec.problem.a_dtype), m0, K, thread
@@ -84,9 +104,13 @@ def build(spec, fmt, epi):
             )
         else:
             staged_a = StagedTile(GlobalTile(arguments.a, geo.a, m0, K, thread), fmt.dtype, thread)
-            staged_b = StagedTile(GlobalTile(arguments.b, geo.b, n0, K, thread), fmt.dtype, thread)
+            if fx.const_expr(through_lds):
+                staged_b = StagedTile(GlobalTile(arguments.b, geo.b, n0, K, thread), fmt.dtype, thread)
         fragments_a = Fragments(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
         fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
+        values_b = fragments_b.values if through_lds else 0
+        if fx.const_expr(b_ahead):
+            rows_b = PreshuffledRows(arguments.b, geo, n0, N, row_k, K, wave_n * geo.wave_tile_n, lane)
         # Where both operands are sorted in registers, codes made numbers, or elements wide, spread reads cost registers that a
         # 256 x 256 tile does not have.
         spread = (fragments_a.sorted or fragments_b.sorted) and not codes and fmt.elem_bytes < 4
@@ -95,16 +119,21 @@ def build(spec, fmt, epi):
 
         def load_tile(tile_index):
             k0 = k_first + tile_index * geo.tile_k
-            return staged_a.load(k0) + staged_b.load(k0)
+            return staged_a.load(k0) + (staged_b.load(k0) if through_lds else [])
+
+        def load_b(tile_index, k_slice):
+            """Preshuffled fragments of one slice, on their way."""
+            return rows_b.load(k_first + tile_index * geo.tile_k + k_slice * geo.b.slice_k)
 
         def write_tile(values, stage):
             staged_a.store(values[: staged_a.values], lds_a, stage * geo.a.stage_bytes)
-            staged_b.store(values[staged_a.values :], lds_b, stage * geo.b.stage_bytes)
+            if fx.const_expr(through_lds):
+                staged_b.store(values[staged_a.values :], lds_b, stage * geo.b.stage_bytes)
 
         def read_fragments(stage, k_slice):
             return (
                 fragments_a.read(lds_a, stage * geo.a.stage_bytes, k_slice),
-                fragments_b.read(lds_b, stage * geo.b.stage_bytes, k_slice),
+                fragments_b.read(lds_b, stage * geo.b.stage_bytes, k_slice) if through_lds else [],
             )
 
         num_scales = 0
@@ -120,6 +149,11 @@ def build(spec, fmt, epi):
         write_tile(tile0, 0)
         write_tile(tile1, 1)
         staged = load_tile(fx.Int32(NUM_STAGES))
+        ahead = []
+        for index in fx.range_constexpr(b_ahead * geo.num_slices):
+            # In this order: the loop waits for the oldest.
+            keep_order()
+            ahead.append(load_b(fx.Int32(index // geo.num_slices), index % geo.num_slices))
         wait_lds()
         barrier()
         frag_a, frag_b = read_fragments(fx.Int32(0), 0)
@@ -128,17 +162,20 @@ def build(spec, fmt, epi):
         # Main loop, tiles_per_step K tiles a step. State: stage of tile k, tile k + 2 in registers, the first fragments
         # of tile k, scales of its first 128 k, the accumulators.
         num_steps = num_tiles(K - k_first, step_k)
-        counts = [staged_a.values + staged_b.values, fragments_a.values, fragments_b.values, num_scales]
-        state = [fx.Int32(0)] + staged + frag_a + frag_b + scale + mma.zero()
+        counts = [len(staged), fragments_a.values, values_b, num_scales, len(ahead) * geo.frags_n]
+        state = [fx.Int32(0)] + staged + frag_a + frag_b + scale + [b for each in ahead for b in each] + mma.zero()
         for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
             stage = fx.Int32(state[0])
             values = [fx.Vector(value) for value in state[1:]]
             staged = values[: counts[0]]
             frag_a = values[counts[0] : sum(counts[:2])]
             frag_b = values[sum(counts[:2]) : sum(counts[:3])]
-            scale = values[sum(counts[:3]) : sum(counts)]
+            scale = values[sum(counts[:3]) : sum(counts[:4])]
+            flat_b = values[sum(counts[:4]) : sum(counts)]
+            ahead = [flat_b[i : i + geo.frags_n] for i in range(0, len(flat_b), geo.frags_n)]
             acc = values[sum(counts) :]
             for k_tile_of_step in fx.range_constexpr(geo.tiles_per_step):
+                k_tile = fx.Int32(step) * geo.tiles_per_step + k_tile_of_step
                 for k_slice in fx.range_constexpr(geo.num_slices):
                     if fx.const_expr(k_slice < geo.num_slices - 1):
                         next_a, next_b = read_fragments(stage, k_slice + 1)
@@ -147,31 +184,36 @@ def build(spec, fmt, epi):
                         barrier()
                         keep_order()
                         write_tile(staged, stage)
-                        k_tile = fx.Int32(step) * geo.tiles_per_step + k_tile_of_step
                         staged = load_tile(k_tile + (NUM_STAGES + 1))
                         next_a, next_b = read_fragments(1 - stage, 0)
+                    slice_of_step = k_tile_of_step * geo.num_slices + k_slice
+                    multiplied_b = fragments_b.sort(frag_b) if through_lds else ahead[slice_of_step]
                     if fx.const_expr(wide):
                         # Two slices are the 128 k of a scale.
-                        second = (k_tile_of_step * geo.num_slices + k_slice) % 2
+                        second = slice_of_step % 2
                         if fx.const_expr(second == 0):
                             part = mma.zero()
-                            done = (fx.Int32(step) * geo.tiles_per_step + k_tile_of_step) * geo.num_slices + k_slice
+                            done = k_tile * geo.num_slices + k_slice
                             next_scale = load_scales(done + 2)
-                        part = mma.step(fragments_a.sort(frag_a), fragments_b.sort(frag_b), part)
+                        part = mma.step(fragments_a.sort(frag_a), multiplied_b, part)
                         if fx.const_expr(second == 1):
                             acc = mma.add_scaled(part, acc, scale[: geo.frags_m], scale[geo.frags_m])
                             scale = next_scale
                     else:
-                        acc = mma.step(fragments_a.sort(frag_a), fragments_b.sort(frag_b), acc)
+                        acc = mma.step(fragments_a.sort(frag_a), multiplied_b, acc)
                     moves = k_slice == geo.num_slices - 1
-                    writes = staged_a.writes + staged_b.writes if moves else 0
-                    loads = staged_a.loads + staged_b.loads if moves else 0
+                    writes = staged_a.writes + (staged_b.writes if through_lds else 0) if moves else 0
+                    loads = staged_a.loads + (staged_b.loads if through_lds else 0) if moves else 0
                     interleave(mma.instructions, writes=writes, loads=loads, reads=hinted_reads)
                     # Multiplications of one slice stay with its reads: behind the barrier they would hold it up.
                     keep_order()
+                    if fx.const_expr(b_ahead):
+                        # Into the registers that were just multiplied.
+                        ahead[slice_of_step] = load_b(k_tile + b_ahead, k_slice)
+                        keep_order()
                     frag_a, frag_b = next_a, next_b
                 stage = 1 - stage
-            results = yield [stage] + staged + frag_a + frag_b + scale + acc
+            results = yield [stage] + staged + frag_a + frag_b + scale + [b for each in ahead for b in each] + acc
 
         # Drain: nothing; what is still in flight are registers of tiles past K.
 

@@ -24,6 +24,10 @@ Fragments are thus always read one slice ahead, and num_stages - 1 tiles are in 
 past K fetch nothing and land as zeros, so that the wait counts hold in the last steps as well.
 Every wave passes every barrier equally often, tails included.
 
+Preshuffled b (8-bit, TN) skips LDS: fragments come from global memory in the order of the matrix instruction, b_ahead K tiles
+ahead; a step of the loop goes round as many sets of registers. Each slice's set is loaded anew right behind the
+multiplications that were the last to read it. K is added in the same order as through LDS: the results are the same bits.
+
 Block scales come beside the first tile of every SCALE_K of K: a chunk of 16 bytes is 16 (of float32: four) blocks of a row,
 so that one load of all four waves brings those of 256 rows of a and b. The other tiles issue the same loads with nothing to bring, so that
 the wait counts hold. Scales are read from LDS one by one, with the fragments they belong to.
@@ -37,13 +41,13 @@ import flydsl.compiler as flyc
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.epilogue import SWIGLU, row_sums
-from fourwave.blocks.flydsl.loaders import BlockScales, Fragments, GlobalTile, load_direct
+from fourwave.blocks.flydsl.loaders import BlockScales, Fragments, GlobalTile, PreshuffledRows, load_direct
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, lds_struct, uniform, wait_lds, wait_loads
 from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
 from fourwave.ops.gemm.cdna import finish, launcher
-from fourwave.ops.gemm.config import brings_scales, geometry
+from fourwave.ops.gemm.config import brings_scales, geometry, shuffled_ahead, split_step
 
 ARCH = "gfx950"
 
@@ -51,14 +55,19 @@ ARCH = "gfx950"
 def build(spec, fmt, epi):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
     scaling = brings_scales(spec.problem, ARCH)
-    geo = geometry(spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, scaling, epi.activation == SWIGLU)
+    b_ahead = spec.problem.b_preshuffled and shuffled_ahead(spec.config)
+    geo = geometry(
+        spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, scaling, epi.activation == SWIGLU, b_ahead=b_ahead
+    )
+    through_lds = not b_ahead  # b
     storage = lds_struct(
         {
             "a": geo.num_stages * geo.a.stage_bytes,
-            "b": geo.num_stages * geo.b.stage_bytes,
+            **({"b": geo.num_stages * geo.b.stage_bytes} if through_lds else {}),
             **BlockScales.storage(geo, idle=True),
         }
     )
+    split_k = split_step(spec.problem, geo)
 
     @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
     def gemm_cdna4(arguments):
@@ -69,17 +78,23 @@ def build(spec, fmt, epi):
         wave_m, wave_n = wave // geo.waves_n, wave % geo.waves_n
         tiles_m, tiles_n = num_tiles(M, geo.tile_m), num_tiles(N, geo.tile_n)
         step_k = geo.tile_k * geo.tiles_per_step
-        split = spec.config.split_k
-        tile, share, k_first, K = k_part(fx.Int32(fx.block_idx.x), tiles_m * tiles_n, K, step_k, split)
+        split, row_k = spec.config.split_k, K
+        tile, share, k_first, K = k_part(fx.Int32(fx.block_idx.x), tiles_m * tiles_n, K, split_k, split)
         m_tile, n_tile = output_tile(tile, tiles_m, tiles_n, geo.group_m)
         m0, n0 = m_tile * geo.tile_m, n_tile * geo.tile_n
 
         lds = fx.SharedAllocator().allocate(storage).peek()
-        lds_a, lds_b = lds.a.ptr, lds.b.ptr
+        lds_a = lds.a.ptr
         global_a = GlobalTile(arguments.a, geo.a, m0, K, thread)
-        global_b = GlobalTile(arguments.b, geo.b, n0, K, thread)
         fragments_a = Fragments(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
-        fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
+        if fx.const_expr(through_lds):
+            lds_b = lds.b.ptr
+            global_b = GlobalTile(arguments.b, geo.b, n0, K, thread)
+            fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
+            values_b, reads_b = fragments_b.values, fragments_b.reads
+        else:
+            rows_b = PreshuffledRows(arguments.b, geo, n0, N, row_k, K, wave_n * geo.wave_tile_n, lane)
+            values_b, reads_b = 0, 0
         mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n, row_sums(epi, geo, wave_n))
         scales = BlockScales(geo, lds, arguments, m0, n0, lane, wave)
         scales_a = scales.reader("a", wave_m * geo.wave_tile_m, geo.frags_m)
@@ -91,19 +106,34 @@ def build(spec, fmt, epi):
             k0 = k_first + tile_index * geo.tile_k
             scales.issue(k0, stage)
             load_direct(global_a, lds_a, stage * geo.a.stage_bytes, k0, wave)
-            load_direct(global_b, lds_b, stage * geo.b.stage_bytes, k0, wave)
+            if fx.const_expr(through_lds):
+                load_direct(global_b, lds_b, stage * geo.b.stage_bytes, k0, wave)
+
+        def load_b(tile_index, k_slice):
+            """Preshuffled fragments of one slice, on their way."""
+            return rows_b.load(k_first + tile_index * geo.tile_k + k_slice * geo.b.slice_k)
 
         def read_fragments(k_tile, stage, k_slice):
             number = k_tile * geo.num_slices + k_slice
             return (
                 fragments_a.read(lds_a, stage * geo.a.stage_bytes, k_slice),
-                fragments_b.read(lds_b, stage * geo.b.stage_bytes, k_slice),
+                fragments_b.read(lds_b, stage * geo.b.stage_bytes, k_slice) if through_lds else [],
                 scales_a.read(number) + scales_b.read(number),
             )
 
         # Prologue: fill every stage; the first fragments once tile 0 has landed.
+        # Preshuffled tiles of b among those of a as in the loop: a wait there leaves so many loads in flight.
+        ahead = []
+        first_b = b_ahead - geo.num_stages
+        for tile_b in fx.range_constexpr(max(first_b, 0)):
+            ahead += [load_b(fx.Int32(tile_b), k_slice) for k_slice in range(geo.num_slices)]
+            keep_order()
         for stage in fx.range_constexpr(geo.num_stages):
             issue_loads(fx.Int32(stage), stage)
+            if fx.const_expr(b_ahead and first_b + stage >= 0):
+                keep_order()
+                ahead += [load_b(fx.Int32(first_b + stage), k_slice) for k_slice in range(geo.num_slices)]
+                keep_order()
         wait_loads(in_flight=(geo.num_stages - 1) * geo.loads_per_tile)
         barrier()
         frag_a, frag_b, scale = read_fragments(fx.Int32(0), fx.Int32(0), 0)
@@ -111,14 +141,16 @@ def build(spec, fmt, epi):
         # Main loop, tiles_per_step K tiles a step. State: stage of tile k, its first fragments and their scales, the
         # accumulators.
         num_steps = num_tiles(K - k_first, step_k)
-        counts = [fragments_a.values, fragments_b.values, num_scales]
-        state = [fx.Int32(0)] + frag_a + frag_b + scale + mma.zero()
+        counts = [fragments_a.values, values_b, num_scales, len(ahead) * geo.frags_n]
+        state = [fx.Int32(0)] + frag_a + frag_b + scale + [value for each in ahead for value in each] + mma.zero()
         for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
             stage = fx.Int32(state[0])
             values = [fx.Vector(value) for value in state[1:]]
             frag_a = values[: counts[0]]
             frag_b = values[counts[0] : sum(counts[:2])]
-            scale = values[sum(counts[:2]) : sum(counts)]
+            scale = values[sum(counts[:2]) : sum(counts[:3])]
+            flat_b = values[sum(counts[:3]) : sum(counts)]
+            ahead = [flat_b[i : i + geo.frags_n] for i in range(0, len(flat_b), geo.frags_n)]
             acc = values[sum(counts) :]
             for k_tile_of_step in fx.range_constexpr(geo.tiles_per_step):
                 next_stage = (stage == geo.num_stages - 1).select(fx.Int32(0), stage + 1)
@@ -128,25 +160,33 @@ def build(spec, fmt, epi):
                         next_a, next_b, next_scale = read_fragments(k_tile, stage, k_slice + 1)
                     else:
                         wait_lds()
-                        # In flight: tiles k + 1 .. k + num_stages - 1. All but the oldest may stay so.
-                        wait_loads(in_flight=(geo.num_stages - 2) * geo.loads_per_tile)
+                        # In flight: tiles k + 1 .. k + num_stages - 1. All but the oldest may stay so. Preshuffled b: also
+                        # the slices of one tile, issued since tile k + 1 of a and before now.
+                        in_flight = (geo.num_stages - 2) * geo.loads_per_tile
+                        wait_loads(in_flight=in_flight + (geo.b_loads if b_ahead else 0))
                         barrier()
                         keep_order()
                         issue_loads(k_tile + geo.num_stages, stage)
                         next_a, next_b, next_scale = read_fragments(k_tile + 1, next_stage, 0)
                     scale_a, scale_b = scale[: len(scales_a)], scale[len(scales_a) :]
+                    slice_of_step = k_tile_of_step * geo.num_slices + k_slice
+                    multiplied_b = fragments_b.sort(frag_b) if through_lds else ahead[slice_of_step]
                     if fx.const_expr(scaling == "128"):
-                        acc = mma.fold(frag_a, frag_b, acc, scale_a, scale_b[0])
+                        acc = mma.fold(frag_a, multiplied_b, acc, scale_a, scale_b[0])
                     else:
-                        acc = mma.step(fragments_a.sort(frag_a), fragments_b.sort(frag_b), acc, scale_a, scale_b)
-                    loads = geo.loads_per_tile if k_slice == geo.num_slices - 1 else 0
-                    reads = fragments_a.reads + fragments_b.reads + num_scales
+                        acc = mma.step(fragments_a.sort(frag_a), multiplied_b, acc, scale_a, scale_b)
+                    loads = geo.loads_per_tile - (geo.b_loads if b_ahead else 0) if k_slice == geo.num_slices - 1 else 0
+                    reads = fragments_a.reads + reads_b + num_scales
                     interleave(mma.instructions, loads=loads, reads=reads)
                     # Multiplications of one slice stay with its reads: behind the barrier they would hold it up.
                     keep_order()
+                    if fx.const_expr(b_ahead):
+                        # Into the registers that were just multiplied.
+                        ahead[slice_of_step] = load_b(k_tile + b_ahead, k_slice)
+                        keep_order()
                     frag_a, frag_b, scale = next_a, next_b, next_scale
                 stage = next_stage
-            results = yield [stage] + frag_a + frag_b + scale + acc
+            results = yield [stage] + frag_a + frag_b + scale + [value for each in ahead for value in each] + acc
 
         # Drain: only loads past K are left; they must not land in LDS that another workgroup may own by then.
         wait_loads(in_flight=0)

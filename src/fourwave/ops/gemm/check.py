@@ -19,7 +19,9 @@ from fourwave.ops.gemm.problem import (
     SWIGLU,
     GemmProblem,
     GemmTensors,
+    packed_scale_shape,
 )
+from fourwave.ops.grouped_gemm.preshuffle import check_shuffled
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
@@ -61,6 +63,7 @@ class Arguments(NamedTuple):
     out_scaling: str | None = None
     out_direction: str = "rowwise"
     out_scale_rule: str = "floor"
+    b_preshuffled: bool = False
     config: GemmConfig | None = None
     backend: str | None = None
 
@@ -114,7 +117,9 @@ def check(args: Arguments) -> Call:
     a_scale, b_scale = args.a_scale, args.b_scale
     if scaled:
         a_scale = _scale("a", a_scale, args.a_scaling, a2, not args.trans_a)
-        b_scale = _scale("b", b_scale, args.b_scaling, b2, args.trans_b)
+        b_scale = _scale("b", b_scale, args.b_scaling, b2, args.trans_b, args.b_preshuffled)
+    if args.b_preshuffled:
+        check_shuffled(b2)
     bias_dtype = None
     if bias is not None:
         bias_dtype = bias.dtype
@@ -130,7 +135,7 @@ def check(args: Arguments) -> Call:
         m, n, k, "NT" if args.trans_a else ("TN" if args.trans_b else "NN"), a.dtype, b.dtype, out_dtype, bias_dtype,
         args.activation, bool(args.accumulate), device.type, args.a_scaling, args.b_scaling, preactivation_dtype,
         bias_grad_dtype, args.out_scaling, args.out_direction, args.out_scale_rule, bool(args.batch_invariant),
-        bool(args.fast_accum),
+        bool(args.fast_accum), bool(args.b_preshuffled),
     )  # fmt: skip
     tensors = GemmTensors(
         a2, b2, out, bias, float(args.alpha), a_scale, b_scale, args.preactivation, args.bias_grad, args.out_scale,
@@ -205,8 +210,10 @@ def _check_operand_dtypes(a: Tensor, b: Tensor, a_scaling: str | None, b_scaling
             )
 
 
-def _scale(name: str, scale: Tensor | None, scaling: str | None, codes: Tensor, k_last: bool) -> Tensor | None:
-    """The scales of one operand as backends take them."""
+def _scale(
+    name: str, scale: Tensor | None, scaling: str | None, codes: Tensor, k_last: bool, packed: bool = False
+) -> Tensor | None:
+    """The scales of one operand as backends take them. packed: "1x32" are as beside preshuffled codes."""
     if (scale is None) != (scaling is None):
         raise ValueError(f"{name}_scale and {name}_scaling go together; {name}_scaling is {scaling!r}")
     if scale is None or scaling is None:
@@ -219,6 +226,8 @@ def _scale(name: str, scale: Tensor | None, scaling: str | None, codes: Tensor, 
         raise ValueError(f"{name}_scale is on {scale.device} and {name} on {codes.device}")
     rows, cols = codes.shape[0], columns(codes)
     shape = scale_shape(scaling, rows, cols, k_last)
+    if packed and scaling == "1x32":
+        shape = packed_scale_shape(shape)
     if scaling == "tensor" and scale.numel() == 1:
         return scale.resolve_neg().reshape(())
     if tuple(scale.shape) != shape:

@@ -50,6 +50,7 @@ FEATURES = frozenset(f"scaling:{a}x{b}" for a in (None, "tensor", "row") for b i
     "swiglu",
     "batch_invariant",
     "out:1x32",
+    "b_preshuffled",
 }
 ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu", "swiglu")
 
@@ -116,6 +117,25 @@ _CANDIDATES_FLOAT8 = {
         (16, 64, 256, 2, 1, 4),
     ),
 }
+# b preshuffled: one wave has all rows of the tile, so that no two waves load the same part of b. LDS has room for more stages of
+# a alone, but a is small: what has to be ahead is b (SHUFFLED_AHEAD).
+_CANDIDATES_SHUFFLED = {
+    "gfx950": (
+        (128, 128, 128, 4, 1, 4),
+        (64, 128, 128, 4, 1, 4),
+        (32, 128, 256, 3, 1, 4),
+        (16, 64, 256, 3, 1, 4),
+    ),
+    "gfx942": (
+        (128, 128, 128, 2, 1, 4),
+        (64, 128, 128, 2, 1, 4),
+        (32, 128, 128, 2, 1, 4),
+        (16, 64, 256, 2, 1, 4),
+    ),
+}
+SHUFFLED_AHEAD = 512  # k that preshuffled b is loaded ahead
+SPLIT_STEP = 512  # parts of K of 8-bit operands in TN are whole multiples, whatever the tile, and b preshuffled or not: same bits
+MAX_LOADS = 63  # in flight that s_waitcnt can count
 # Per clock and compute unit: published peaks / CUs / clock. Of 16-bit operands; twice for 8-bit.
 MATRIX_FLOPS = {"gfx950": 4096, "gfx942": 2048}
 MATRIX_FLOPS_FLOAT32 = 256
@@ -161,6 +181,8 @@ def candidates_for(problem: GemmProblem, arch: str) -> list[GemmConfig]:
         from fourwave.ops.gemm.gfx1250_config import CONFIG
 
         return [CONFIG]
+    if problem.b_preshuffled:
+        return [GemmConfig(*sizes, mma=mma(1, arch)) for sizes in _CANDIDATES_SHUFFLED[arch]]
     if dequantizes(problem, arch):
         return [GemmConfig(*sizes, mma=mma(2, arch)) for sizes in _CANDIDATES_DEQUANTIZED]
     configs = candidates(arch, multiplied_bytes(problem, arch))
@@ -231,10 +253,16 @@ def _default_config(problem, arch):
     else:
         refused_tuned = ()
     configs = candidates_for(problem, arch)
+    if problem.b_preshuffled:
+        # The order of a sum is not to depend on the order of weights in memory.
+        split = _default_config(replace(problem, b_preshuffled=False), arch)[0].split_k
+        configs = [replace(config, split_k=split) for config in configs]
     why_not = {config: _why_config_unsupported(problem, config, arch) for config in configs}
     supported = [config for config in configs if why_not[config] is None]
     choices = [
-        choice for config in supported or configs for choice in (config, *_split_candidates(problem, config, arch))
+        choice
+        for config in supported or configs
+        for choice in (config, *(() if problem.b_preshuffled else _split_candidates(problem, config, arch)))
     ]
     times = {config: modelled_time(problem, config, arch) for config in (*choices, *configs)}
     config = min(choices, key=times.__getitem__)  # the first of equals
@@ -245,6 +273,12 @@ def _default_config(problem, arch):
         *_reasons(problem, config, arch),
     ]
     whole = replace(config, split_k=1)
+    if problem.b_preshuffled:
+        times[whole] = modelled_time(problem, whole, arch)
+        reasons.append(
+            f"b is preshuffled: {SHUFFLED_AHEAD} of K of it on their way to registers, none through LDS; parts of K as "
+            "without, so that sums have the same bits"
+        )
     if config.split_k > 1:
         reasons.append(
             f"K split in {config.split_k}: {tiles} tile(s) would leave {cus - tiles} compute units idle; modelled "
@@ -278,7 +312,9 @@ def _reasons(problem, config, arch):
     """What is to be said of any configuration."""
     elem_bytes = multiplied_bytes(problem, arch)
     matrix, loading = modelled_clocks(config, elem_bytes, arch)
-    lds = lds_bytes(config, problem.layout, elem_bytes, arch, brings_scales(problem, arch))
+    lds = lds_bytes(
+        config, problem.layout, elem_bytes, arch, brings_scales(problem, arch), b_preshuffled=problem.b_preshuffled
+    )  # fmt: skip
     return (
         f"modelled, not measured: {matrix:g} clocks of multiplying and {loading:g} of loading per element of K",
         f"{config.num_stages} stages of tile_k={config.tile_k}: {lds} of {LDS_BYTES[arch]} bytes of LDS",
@@ -295,6 +331,18 @@ def in_halves(config: GemmConfig, elem_bytes: int, arch: str) -> bool:
 def k_per_barrier(config: GemmConfig, elem_bytes: int, arch: str) -> int:
     """K that the main loop covers for each of its barriers: a tile, or one of four phases."""
     return config.tile_k // (4 if in_halves(config, elem_bytes, arch) else 1)
+
+
+def shuffled_ahead(config: GemmConfig) -> int:
+    """K tiles that preshuffled b is loaded ahead."""
+    return SHUFFLED_AHEAD // config.tile_k
+
+
+def split_step(problem: GemmProblem, geo: Geometry) -> int:
+    """k that the parts of a split K are whole multiples of."""
+    if problem.layout == "TN" and problem.a_dtype.itemsize == 1:
+        return SPLIT_STEP
+    return geo.tile_k * geo.tiles_per_step
 
 
 def dequantizes(problem: GemmProblem, arch: str) -> bool:
@@ -360,23 +408,37 @@ def operand_tiles(
 
 
 def geometry(
-    config: GemmConfig, layout: str, elem_bytes: int, arch: str, scales: bool | str = False, swiglu: bool = False
+    config: GemmConfig,
+    layout: str,
+    elem_bytes: int,
+    arch: str,
+    scales: bool | str = False,
+    swiglu: bool = False,
+    b_ahead: int = 0,
 ) -> Geometry:
-    """scales: of blocks of 32 k, brought beside the operands. swiglu: operand_tiles."""
+    """scales: of blocks of 32 k, brought beside the operands. swiglu: operand_tiles. b_ahead: shuffled_ahead, of preshuffled b."""
     a, b = operand_tiles(config, layout, elem_bytes, arch, swiglu)
     return Geometry(
         config.tile_m, config.tile_n, config.tile_k, config.num_stages, config.waves_m, config.waves_n, config.group_m,
-        a, b, scales,
+        a, b, scales, b_ahead,
     )  # fmt: skip
 
 
-def lds_bytes(config: GemmConfig, layout: str, elem_bytes: int, arch: str, scales: bool | str = False) -> int:
+def lds_bytes(
+    config: GemmConfig,
+    layout: str,
+    elem_bytes: int,
+    arch: str,
+    scales: bool | str = False,
+    b_preshuffled: bool = False,
+) -> int:
     geo = geometry(config, layout, elem_bytes, arch, scales)
     idle = 0 if in_halves(config, elem_bytes, arch) else geo.idle_bytes
-    return config.num_stages * (geo.a.stage_bytes + geo.b.stage_bytes) + geo.scale_bytes + idle
+    stage_bytes = geo.a.stage_bytes + (0 if b_preshuffled else geo.b.stage_bytes)
+    return config.num_stages * stage_bytes + geo.scale_bytes + idle
 
 
-def min_registers(config: GemmConfig, elem_bytes: int, arch: str) -> int:
+def min_registers(config: GemmConfig, elem_bytes: int, arch: str, b_preshuffled: bool = False) -> int:
     """Registers per lane that cannot be avoided: accumulators, fragments, gfx942's loads in flight.
 
     The next set of fragments is read while this one is multiplied, which finishes with those of b one by one
@@ -384,10 +446,15 @@ def min_registers(config: GemmConfig, elem_bytes: int, arch: str) -> int:
     """
     frags_m, frags_n = config.tile_m // config.waves_m // 16, config.tile_n // config.waves_n // 16
     accumulators = frags_m * frags_n * 4
-    fragments = (2 * frags_m + frags_n + 1) * fragment_bytes(elem_bytes, arch) // 4
+    size = fragment_bytes(elem_bytes, arch)
+    of_b = frags_n + 1
+    if b_preshuffled:
+        of_b = frags_n * SHUFFLED_AHEAD * elem_bytes // (4 * size)
+    fragments = (2 * frags_m + of_b) * size // 4
     staged = 0
     if arch == "gfx942":
-        staged = (config.tile_m + config.tile_n) * config.tile_k * elem_bytes // (4 * 4 * WAVE)
+        rows = config.tile_m + (0 if b_preshuffled else config.tile_n)
+        staged = rows * config.tile_k * elem_bytes // (4 * 4 * WAVE)
     return accumulators + fragments + staged
 
 
@@ -441,6 +508,8 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
 
 def _why_operands_unsupported(problem, arch):
     a, b = problem.a_dtype, problem.b_dtype
+    if problem.b_preshuffled and not all(each.itemsize == 1 and each.is_floating_point for each in (a, b)):
+        return f"b is preshuffled with operands {a} and {b}: its order is that of fragments of two 8-bit floats"
     if a.itemsize == b.itemsize == 1 and a.is_floating_point and b.is_floating_point:
         for name, dtype in (("a", a), ("b", b)):
             formats = FLOAT8["gfx950" if block_scaled(problem) else arch]
@@ -448,6 +517,8 @@ def _why_operands_unsupported(problem, arch):
                 known = " and ".join(str(each).removeprefix("torch.") for each in formats)
                 reader = "MX formats have" if block_scaled(problem) else f"the matrix unit of {arch} reads"
                 return f"{name} is {dtype}: {reader} codes as {known}"
+        if problem.b_preshuffled and dequantizes(problem, arch):
+            return f"b is preshuffled with scales of blocks of 32: {arch} makes their codes numbers on the way to LDS, which it skips"
         if wide_scaled(problem) and problem.layout != "TN":
             return f"layout {problem.layout} with scales of blocks of 128: the kernels have TN"
         return None
@@ -457,6 +528,24 @@ def _why_operands_unsupported(problem, arch):
         return f"a is {a} and b is {b}: the kernels take one type for both, or two 8-bit floats"
     if a not in (torch.float32, torch.bfloat16, torch.float16):
         return f"operands are {a}: the kernels take float32, bfloat16, float16 and 8-bit floats"
+    return None
+
+
+def _why_not_shuffled(problem, config, arch):
+    """Why preshuffled b cannot be brought with a configuration."""
+    if in_halves(config, 1, arch):
+        return "b is preshuffled and num_stages=2: the kernel that brings tiles in halves takes both from LDS"
+    ahead = shuffled_ahead(config)
+    if SHUFFLED_AHEAD % config.tile_k or ahead < config.num_stages - 1:
+        return (
+            f"tile_k={config.tile_k} with {config.num_stages} stages: preshuffled b is loaded {SHUFFLED_AHEAD} of K ahead, which "
+            "must be whole tiles, and no less than a"
+        )
+    if arch == "gfx950":
+        swiglu = problem.activation == "swiglu"
+        geo = geometry(config, problem.layout, 1, arch, brings_scales(problem, arch), swiglu, b_ahead=ahead)
+        if (config.num_stages - 1) * geo.loads_per_tile > MAX_LOADS:
+            return f"{(config.num_stages - 1) * geo.loads_per_tile} loads in flight: s_waitcnt counts to {MAX_LOADS}"
     return None
 
 
@@ -503,11 +592,15 @@ def _why_config_unsupported(problem, config, arch):
         return "swiglu with scales of blocks of 128: the kernels do not bring those of both halves of b"
     if swiglu and block_scaled(problem) and in_halves(config, elem_bytes, arch):
         return "swiglu with scales of blocks of 32 and num_stages=2: the compiler runs out of registers"
+    if problem.b_preshuffled and (reason := _why_not_shuffled(problem, config, arch)) is not None:
+        return reason
     a, b = operand_tiles(config, problem.layout, elem_bytes, arch, swiglu)
     for tile in (a, b, *((CodeTile.of(a), CodeTile.of(b)) if dequantizes(problem, arch) else ())):
         if (reason := tile.problem()) is not None:
             return reason
-    lds = lds_bytes(config, problem.layout, elem_bytes, arch, brings_scales(problem, arch))
+    lds = lds_bytes(
+        config, problem.layout, elem_bytes, arch, brings_scales(problem, arch), b_preshuffled=problem.b_preshuffled
+    )  # fmt: skip
     if lds > LDS_BYTES[arch]:
         return f"{lds} bytes of LDS: {arch} has {LDS_BYTES[arch]} per workgroup"
     if arch == "gfx950":
@@ -538,7 +631,7 @@ def _why_config_unsupported(problem, config, arch):
     if wide_scaled(problem):
         if config.tile_m * config.tile_n > 128 * 256 or config.tile_n // config.waves_n > 128:
             return f"tile {config.tile_m}x{config.tile_n}: products of 128 k are scaled in registers, at most 128x256 of them"
-    registers = min_registers(config, elem_bytes, arch)
+    registers = min_registers(config, elem_bytes, arch, b_preshuffled=problem.b_preshuffled)
     if problem.bias_grad_dtype is not None:
         if arch == "gfx950" and config.tile_m * config.tile_n == 256 * 256:
             return "tile 256x256: with the sums for bias_grad the compiler runs out of registers on gfx950"

@@ -100,11 +100,12 @@ def _gemm_out(
     out_amax: Tensor | None = None,
     out_columnwise: Tensor | None = None,
     out_columnwise_scale: Tensor | None = None,
+    b_preshuffled: bool = False,
 ) -> None:
     args = Arguments(
         a, b, out, bias, a_scale, b_scale, preactivation, bias_grad, out_scale, out_amax, out_columnwise,
         out_columnwise_scale, alpha, trans_a, trans_b, None, activation, accumulate, a_scaling, b_scaling, batch_invariant,
-        fast_accum, out_scaling, out_direction, out_scale_rule, None, backend,
+        fast_accum, out_scaling, out_direction, out_scale_rule, b_preshuffled, None, backend,
     )  # fmt: skip
     execute(args)
 

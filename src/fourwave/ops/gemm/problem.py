@@ -27,6 +27,11 @@ _NAMES = {**PRECISIONS, **FLOAT8, PACKED_E2M1: "e2m1"}
 DTYPE_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in PRECISIONS}
 
 
+def packed_scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Of scales "1x32" [N, K / 32] beside preshuffled codes: rows of whole chunks of 16, zeros behind the last block."""
+    return shape[0], -(-shape[1] // 16) * 16
+
+
 class GemmTensors(NamedTuple):
     """What a call reads and writes, two-dimensional and as stored (GemmProblem.a_shape, ...).
 
@@ -79,6 +84,7 @@ class GemmProblem:
     out_direction   "rowwise", "columnwise" or "both": along which dimension of out the blocks of "1x32" lie
     out_scale_rule  of "1x32": "floor" (OCP MX v1.0, 6.3) or "ceil" (no element saturates)
     batch_invariant a row of out has the same bits whatever M and the other rows are
+    b_preshuffled   b [N, K] (TN), 8-bit codes, is in the order of `fw.preshuffle`; its scales "1x32" are packed (b_scale_shape)
     fast_accum      the matrix unit's own accumulation will do, where it is less exact than float32 (Hopper's 8-bit floats)
     """
 
@@ -102,6 +108,7 @@ class GemmProblem:
     out_scale_rule: str = "floor"
     batch_invariant: bool = False
     fast_accum: bool = False
+    b_preshuffled: bool = False
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -111,6 +118,8 @@ class GemmProblem:
             raise ValueError(f"activation {self.activation!r}: the activations are None, {known}")
         if self.activation == SWIGLU and self.N % 2:
             raise ValueError(f"activation 'swiglu' with N={self.N}: N holds two halves and must be even")
+        if self.b_preshuffled and self.layout != "TN":
+            raise ValueError(f"b is preshuffled with layout {self.layout}: the order is one for [N, K], TN")
         for name in ("a_scaling", "b_scaling", "out_scaling"):
             if (scaling := getattr(self, name)) not in (None, *SCALINGS):
                 raise ValueError(f"{name} {scaling!r}: None, {', '.join(SCALINGS)}")
@@ -131,7 +140,10 @@ class GemmProblem:
 
     @property
     def b_scale_shape(self) -> tuple[int, ...] | None:
-        return None if self.b_scaling is None else scale_shape(self.b_scaling, *self.b_shape, self.layout == "TN")
+        if self.b_scaling is None:
+            return None
+        shape = scale_shape(self.b_scaling, *self.b_shape, self.layout == "TN")
+        return packed_scale_shape(shape) if self.b_preshuffled and self.b_scaling == "1x32" else shape
 
     @property
     def out_columns(self) -> int:
@@ -166,7 +178,7 @@ class GemmProblem:
         """The first feature that is not in `supported`, in words, or None.
 
         Features: "scaling:<a>x<b>" for scaled operands, "swiglu", "preactivation", "bias_grad", "out:tensor", "out:1x32",
-        "batch_invariant". Every kernel asks this, so that a feature it does not know is refused and not left out.
+        "batch_invariant", "b_preshuffled". Every kernel asks this, so that a feature it does not know is refused and not left out.
         """
         asked = []
         if self.a_scaling is not None or self.b_scaling is not None:
@@ -181,6 +193,8 @@ class GemmProblem:
             asked.append(f"out:{self.out_scaling}")
         if self.batch_invariant:
             asked.append("batch_invariant")
+        if self.b_preshuffled:
+            asked.append("b_preshuffled")
         missing = [feature for feature in asked if feature not in supported]
         if not missing:
             return None
@@ -222,7 +236,7 @@ class GemmProblem:
             parts.append(f"preactivation {PRECISIONS[self.preactivation_dtype]}")
         if self.bias_grad_dtype is not None:
             parts.append(f"bias_grad {PRECISIONS[self.bias_grad_dtype]}")
-        for name in ("accumulate", "batch_invariant", "fast_accum"):
+        for name in ("accumulate", "batch_invariant", "fast_accum", "b_preshuffled"):
             if getattr(self, name):
                 parts.append(name)
         return ", ".join(parts) + f" on {self.device_type}"
