@@ -55,7 +55,7 @@ def _gemm(arch: str, case: GemmCase, config: Any) -> Callable[[], list[str]]:
 
 def _epilogues(arch: str) -> Iterator[tuple[str, GemmCase]]:
     """Calls that need more of a kernel than the product, for a tile of several fragments a wave."""
-    shape, odd = Shape("tails", 77, 160, 392), Shape("odd tails", 77, 145, 203)
+    shape, odd = Shape("tails", 77, 160, 0), Shape("odd tails", 77, 145, 0)
     yield (
         "bias gelu preactivation accumulate",
         GemmCase(shape, bias_dtype=BF16, activation="gelu", preactivation=BF16, accumulate=True, out_dtype=FP32),
@@ -71,7 +71,7 @@ def _epilogues(arch: str) -> Iterator[tuple[str, GemmCase]]:
 
 
 def _splits(arch: str) -> Iterator[tuple[str, GemmCase]]:
-    shape = Shape("", 77, 160, 667)
+    shape = Shape("", 77, 160, 0)
     yield "bias relu", GemmCase(shape, bias_dtype=FP32, activation="relu")
     yield "bias_grad", GemmCase(shape, layout="NT", bias_grad=FP32, out_dtype=FP32, accumulate=True)
     yield "swiglu", GemmCase(shape, activation="swiglu", preactivation=BF16, bias_dtype=BF16)
@@ -96,8 +96,9 @@ def _gemms(arch: str) -> Iterator[KernelCall]:
         yield KernelCall(" ".join([name, *more]), arch, _gemm(arch, case, config))
     for kind, cases, split in (("epilogue", _epilogues(arch), 1), ("split-K", _splits(arch), 3)):
         for name, case in cases:
-            # The third: more than one fragment in a wave, and small.
+            # The third: more than one fragment in a wave, and small. Six steps for every part of K.
             config = replace(gemm_config.candidates_for(case.problem, arch)[2], split_k=split)
+            case = replace(case, shape=replace(case.shape, K=6 * config.tile_k * split - 5))
             if gemm_config.why_unsupported(case.problem, config, arch) is None:
                 yield KernelCall(f"gemm {kind}: {name}", arch, _gemm(arch, case, config))
 

@@ -113,7 +113,7 @@ def read_module(module: str, arch: str) -> list[Node]:
             elif i.op == "BARRIER":
                 step = Step("barrier", place, "barrier")
             elif i.op in ("GLOBAL_LOAD", "GLOBAL_STORE", "BUFFER_LOAD", "BUFFER_STORE"):
-                size = i.args[3 if i.op.startswith("GLOBAL") else 7]
+                size = i.args[3 if i.op.startswith("GLOBAL") else 7] & 0xFF  # above: the alignment it states
                 step = Step("access", place, i.op.lower(), max(1, -(-size // 16)))
             elif i.op in ("GLOBAL_ATOMIC", "BUFFER_ATOMIC"):
                 step = Step("access", place, i.op.lower())

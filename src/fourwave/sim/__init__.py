@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from .module import run_module
 from .mutate import Mutation
 from .report import Finding, Launch, Report, SimulationError
 from .run import run
+from .written import Written
 
 ARCHS = tuple(WAVE_SIZE)
 
@@ -37,6 +38,7 @@ class Session:
     on_finding: str
     report: Report
     tracked: list[tuple[int, int]] = field(default_factory=list)
+    outputs: list[Written] = field(default_factory=list)
     harness: Any = None  # harness.Harness, harness.Orders, or None
 
     @property
@@ -49,6 +51,11 @@ class Session:
         from .flydsl_hook import tensor_range
 
         self.tracked += [tensor_range(t) for t in tensors]
+
+    def expect_written(self, *tensors: Any) -> None:
+        """Tell the session which CPU tensors its launches are to fill: elements that none has written at its end are findings (init)."""
+        if "init" in self.options.checks:
+            self.outputs += [Written(t) for t in tensors]
 
 
 def unavailable(arch: str = "gfx950") -> str | None:
@@ -74,6 +81,7 @@ def session(
     workgroups: range | None = None,
     mutate: Mutation | None = None,
     harness: Harness | Orders | Any = None,
+    outputs: Sequence[Any] = (),
 ) -> Iterator[Report]:
     """Run the FlyDSL launches of the block on the simulator, with CPU tensors, and yield the Report they add to.
 
@@ -89,6 +97,7 @@ def session(
     mutate      plant a fault in every kernel (fourwave.sim.mutate)
     harness     plant every fault, one at a time, at each kernel's first launch, or run each launch in every order
                 (fourwave.sim.harness)
+    outputs     CPU tensors that the launches are to fill: elements that none has written at the end are findings (init)
     Raises ValueError for an option that is not one of these, RuntimeError if the simulator cannot run here.
     """
     if on_finding not in ("record", "raise"):
@@ -101,8 +110,13 @@ def session(
     from .flydsl_hook import enter
 
     opened = Session(arch, options, on_finding, Report(), harness=harness)
+    opened.expect_written(*outputs)
     with enter(opened):
         yield opened.report
+        missing = [finding for output in opened.outputs if (finding := output.finding(opened.report)) is not None]
+    opened.report.findings += missing
+    if missing and on_finding == "raise":
+        raise SimulationError(Report(opened.report.launches, missing))
 
 
 def active_session() -> Session | None:

@@ -56,7 +56,8 @@ typedef struct {
 } Finding;
 
 enum { C_INSTRUCTIONS, C_MFMA, C_LDS_READ_BYTES, C_LDS_WRITE_BYTES, C_GLOBAL_READ_BYTES, C_GLOBAL_WRITE_BYTES, C_COPY_BYTES,
-       C_BARRIERS, C_WAITS, C_LDS_READ_CYCLES, C_LDS_READ_IDEAL, C_COUNTERS = 16 };
+       C_BARRIERS, C_WAITS, C_LDS_READ_CYCLES, C_LDS_READ_IDEAL, C_GLOBAL_INSTRUCTIONS, C_LDS_INSTRUCTIONS, C_GLOBAL_LINES, C_GLOBAL_LINES_IDEAL,
+       C_COUNTERS = 16 };
 
 typedef struct {
     const i32 *code;
@@ -73,6 +74,8 @@ typedef struct {
     u64 step_limit;              /* instructions a wave may run; 0: no limit */
     i32 lds_banks;
     i32 stop_at_finding;         /* 1: the first finding ends the launch */
+    i32 num_outputs;
+    struct Output { u64 lo, hi; uint8_t *written; } *outputs; /* memory that the kernel is to write: a byte of `written` for each of theirs */
     /* out */
     Finding *findings;
     i32 max_findings, num_findings;
@@ -218,6 +221,15 @@ static inline void global_write_check(Group *g, Wave *w, u64 address, u32 bytes,
             else if ((old >> 26 & 63) != (mine >> 26 & 63) && (old >> 4 & 0x3fffff) == (w->epoch & 0x3fffff)) report(g, F_GLOBAL, line, w, lane, at, (i32)(old >> 26 & 63), -1, 1);
         }
         *word = old >> 4 == mine >> 4 ? old | mask : mine;
+    }
+}
+
+/* Marks what a store wrote of the launch's outputs. */
+static void output_written(Launch *L, u64 address, u64 bytes) {
+    for (i32 i = 0; i < L->num_outputs; i++) {
+        struct Output *o = &L->outputs[i];
+        u64 lo = address > o->lo ? address : o->lo, hi = address + bytes < o->hi ? address + bytes : o->hi;
+        if (lo < hi) memset(o->written + (lo - o->lo), 1, hi - lo);
     }
 }
 
@@ -464,6 +476,26 @@ static void count_banks(Group *g, const u32 *address, u64 exec, i32 bytes) {
 
 enum { U_NEG, U_ABS, U_SQRT, U_RCP, U_RSQ, U_EXP2, U_LOG2, U_EXP, U_LOG, U_SIN, U_COS, U_TANH, U_FLOOR, U_CEIL, U_TRUNC, U_RINT, U_ROUND, U_ERF };
 
+/* Lines of 128 bytes that one access to global memory touches, and the fewest its bytes could lie in: the L2 cache lines of
+ * CDNA3 (AMD CDNA 3 white paper), taken for the other archs, too. */
+#define LINE_BYTES 128
+static void count_lines(Group *g, const u64 *address, u64 lanes, i32 bytes) {
+    if (!g->launch->lds_banks) return; /* counted with the banks */
+    u64 seen[2 * W];
+    i32 count = 0, served = 0;
+    for (i32 lane = 0; lane < W; lane++) {
+        if (!(lanes >> lane & 1)) continue;
+        served++;
+        for (u64 line = address[lane] / LINE_BYTES; line <= (address[lane] + bytes - 1) / LINE_BYTES; line++) {
+            i32 i = count - 1;
+            while (i >= 0 && seen[i] != line) i--;
+            if (i < 0) seen[count++] = line;
+        }
+    }
+    g->counters[C_GLOBAL_LINES] += count;
+    g->counters[C_GLOBAL_LINES_IDEAL] += ((u64)served * bytes + LINE_BYTES - 1) / LINE_BYTES;
+}
+
 static float unary(i32 which, float x) {
     switch (which) {
     case U_SQRT: return sqrtf(x);
@@ -558,6 +590,10 @@ static inline void load_dwords(u32 *const *d, i32 n, i32 lane, const uint8_t *so
 #endif
 
 #define POISON 0xffffffffu
+
+/* The size operand of plain loads and stores: bytes, and above them the alignment in bytes that the operation states (0: none). */
+#define BYTES(word) ((word) & 0xff)
+#define MISALIGNED(word) ((u32)((word) >> 8) ? (u32)((word) >> 8) - 1 : 0)
 
 /* A load that reaches past its allocation, once reported: the dwords that exist have their values, as on the machine. */
 static inline void load_what_exists(Group *g, u32 *const *d, i32 n, i32 lane, u64 x, u64 bytes) {
@@ -733,11 +769,13 @@ static void run_wave(Group *g, Wave *w) {
 
         /* ---- memory ---- */
         case OP_LDS_LOAD: {
-            u32 offset = p[2]; const u32 *address = R(p[3]); i32 bytes = p[4], n = p[6];
+            u32 offset = p[2]; const u32 *address = R(p[3]); i32 bytes = BYTES(p[4]), n = p[6];
+            const u32 misaligned = MISALIGNED(p[4]);
             for (i32 i = 0; i < n; i++) dest[i] = R(p[7 + i]);
             u32 at[W];
             for (int l = 0; l < W; l++) at[l] = address[l] + offset;
             w->lds_seq++;
+            g->counters[C_LDS_INSTRUCTIONS]++;
             if (L->completion == 2) land_some(g, w);
             remember_read(w, p[5], at, exec, bytes, line);
             count_banks(g, at, exec, bytes);
@@ -745,6 +783,7 @@ static void run_wave(Group *g, Wave *w) {
                 if (!(exec >> l & 1)) continue;
                 u32 x = at[l];
                 if (x + bytes > (u32)L->lds_bytes || x + bytes < x) { report(g, F_MEMORY, line, w, l, x, -1, -1, 2); for (i32 i = 0; i < n; i++) dest[i][l] = POISON; continue; }
+                if (x & misaligned) report(g, F_MEMORY, line, w, l, x, -1, -1, 22);
                 lds_read_check(g, w, x, bytes, l, line);
                 load_dwords(dest, n, l, g->lds + x, bytes);
             }
@@ -752,12 +791,15 @@ static void run_wave(Group *g, Wave *w) {
             p += 7 + n; break;
         }
         case OP_LDS_STORE: {
-            u32 offset = p[2]; const u32 *address = R(p[3]); i32 bytes = p[4], n = p[5];
+            u32 offset = p[2]; const u32 *address = R(p[3]); i32 bytes = BYTES(p[4]), n = p[5];
+            const u32 misaligned = MISALIGNED(p[4]);
             w->lds_seq++;
+            g->counters[C_LDS_INSTRUCTIONS]++;
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
                 u32 x = address[l] + offset;
                 if (x + bytes > (u32)L->lds_bytes || x + bytes < x) { report(g, F_MEMORY, line, w, l, x, -1, -1, 3); continue; }
+                if (x & misaligned) report(g, F_MEMORY, line, w, l, x, -1, -1, 22);
                 lds_write_check(g, w, x, bytes, l, line, 0);
                 if (bytes >= 4) for (i32 i = 0; i < n; i++) memcpy(g->lds + x + 4 * i, &R(p[6 + i])[l], 4);
                 else memcpy(g->lds + x, &R(p[6])[l], bytes);
@@ -771,6 +813,7 @@ static void run_wave(Group *g, Wave *w) {
             u32 offset = p[2]; const u32 *address = R(p[3]); u32 *d0 = R(p[5]), *d1 = R(p[6]);
             uint16_t piece[W][4]; u32 at[W];
             w->lds_seq++;
+            g->counters[C_LDS_INSTRUCTIONS]++;
             for (int l = 0; l < W; l++) {
                 u32 x = at[l] = address[l] + offset;
                 memset(piece[l], 0xff, 8);
@@ -795,8 +838,11 @@ static void run_wave(Group *g, Wave *w) {
         }
         case OP_GLOBAL_LOAD: case OP_GLOBAL_STORE: {
             int write = p[0] == OP_GLOBAL_STORE;
-            i64 offset = p[2]; const u32 *lo = R(p[3]), *hi = R(p[4]); i32 bytes = p[5], n = p[6], in_lds = 0;
+            i64 offset = p[2]; const u32 *lo = R(p[3]), *hi = R(p[4]); i32 bytes = BYTES(p[5]), n = p[6], in_lds = 0;
+            const u64 misaligned = MISALIGNED(p[5]);
+            u64 at[W], lanes = 0;
             w->vm_issued++;
+            g->counters[C_GLOBAL_INSTRUCTIONS]++;
             for (i32 i = 0; i < n; i++) dest[i] = R(p[7 + i]);
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
@@ -814,11 +860,15 @@ static void run_wave(Group *g, Wave *w) {
                     if (!write) load_what_exists(g, dest, n, l, x, bytes);
                     continue;
                 }
+                at[l] = x; lanes |= 1ull << l;
+                if (x & misaligned) report(g, F_MEMORY, line, w, l, x, -1, -1, 22);
                 if (ordered) {} else if (write) global_write_check(g, w, x, bytes, l, line); else global_read_check(g, w, x, bytes, l, line);
+                if (write && L->num_outputs) output_written(L, x, bytes);
                 if (!write) load_dwords(dest, n, l, (const uint8_t *)(uintptr_t)x, bytes);
                 else if (bytes >= 4) for (i32 i = 0; i < n; i++) memcpy((uint8_t *)(uintptr_t)x + 4 * i, &dest[i][l], 4);
                 else memcpy((void *)(uintptr_t)x, &dest[0][l], bytes);
             }
+            count_lines(g, at, lanes, bytes);
             g->counters[write ? C_GLOBAL_WRITE_BYTES : C_GLOBAL_READ_BYTES] += (u64)bytes * __builtin_popcountll(exec);
             if (in_lds && in_lds == __builtin_popcountll(exec)) w->vm_issued--; /* the compiler makes an LDS instruction of it */
             ordered = 0;
@@ -834,7 +884,8 @@ static void run_wave(Group *g, Wave *w) {
             const u32 *r0 = R(p[3]), *r1 = R(p[4]), *r2 = R(p[5]), *r3 = R(p[6]), *voffset = R(p[7]), *soffset = R(p[8]);
             i32 bytes = p[9], n = 0;
             const uint8_t *source[W];
-            u64 lanes = 0;
+            u64 lanes = 0, at[W], served = 0;
+            g->counters[C_GLOBAL_INSTRUCTIONS]++;
             if (kind != OP_BUFFER_LOAD_LDS) { n = p[10]; for (i32 i = 0; i < n; i++) dest[i] = R(p[11 + i]); w->vm_issued++; }
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
@@ -842,6 +893,7 @@ static void run_wave(Group *g, Wave *w) {
                 u64 base = resource.base, records = resource.records;
                 u32 stride = resource.stride;
                 u64 o = (u64)(u32)(voffset[l] + imm) + soffset[l];
+                if ((voffset[l] + imm) >> 32) report(g, F_MEMORY, line, w, l, o, -1, -1, 23);
                 if (stride) report(g, F_MEMORY, line, w, l, base, -1, -1, 5);
                 u64 x = base + o;
                 u64 inside = o >= records ? 0 : records - o >= (u64)bytes ? (u64)bytes : bytes < 4 ? 0 : (records - o) & ~3ull;
@@ -850,7 +902,11 @@ static void run_wave(Group *g, Wave *w) {
                     if (kind == OP_BUFFER_LOAD) { load_what_exists(g, dest, n, l, x, inside); continue; }
                     inside = 0;
                 }
-                if (inside) { if (kind == OP_BUFFER_STORE) global_write_check(g, w, x, inside, l, line); else global_read_check(g, w, x, inside, l, line); }
+                if (inside) {
+                    at[l] = x; served |= 1ull << l;
+                    if (kind == OP_BUFFER_STORE) global_write_check(g, w, x, inside, l, line); else global_read_check(g, w, x, inside, l, line);
+                    if (kind == OP_BUFFER_STORE && L->num_outputs) output_written(L, x, inside);
+                }
                 if (kind == OP_BUFFER_LOAD) {
                     if (inside == (u64)bytes) load_dwords(dest, n, l, (const uint8_t *)(uintptr_t)x, bytes);
                     else {
@@ -867,6 +923,7 @@ static void run_wave(Group *g, Wave *w) {
                     lanes |= 1ull << l;
                 }
             }
+            count_lines(g, at, served, bytes);
             if (kind == OP_BUFFER_LOAD_LDS) {
                 /* LDS address = the wave's base (first lane) + instruction offset + lane * lane_stride: CDNA3 ISA guide, section 9.1.9 (memory buffer load to LDS) */
                 u32 lds = R(p[10])[exec ? __builtin_ctzll(exec) : 0] + (u32)imm;
@@ -882,14 +939,16 @@ static void run_wave(Group *g, Wave *w) {
         }
         case OP_GLOBAL_LOAD_LDS: {
             i64 imm = p[2]; const u32 *lo = R(p[3]), *hi = R(p[4]); i32 bytes = p[5];
-            const uint8_t *source[W]; u64 lanes = 0;
+            const uint8_t *source[W]; u64 lanes = 0, at[W];
+            g->counters[C_GLOBAL_INSTRUCTIONS]++;
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
-                u64 x = (((u64)hi[l] << 32) | lo[l]) + imm;
+                u64 x = at[l] = (((u64)hi[l] << 32) | lo[l]) + imm;
                 if (!allowed(g, x, bytes, 0)) { report(g, F_MEMORY, line, w, l, x, -1, -1, 0); continue; }
                 global_read_check(g, w, x, bytes, l, line);
                 source[l] = (const uint8_t *)(uintptr_t)x; lanes |= 1ull << l;
             }
+            count_lines(g, at, lanes, bytes);
             u32 lds = R(p[6])[exec ? __builtin_ctzll(exec) : 0] + (u32)imm;
             if (lanes) issue_copy(g, w, source, lanes, lds, bytes, line); else w->vm_issued++;
             p += 7; break;

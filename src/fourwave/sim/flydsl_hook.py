@@ -242,7 +242,8 @@ def _install() -> None:
                 raise RuntimeError(
                     "this kernel was compiled for the simulator; call it inside `with fourwave.sim.session(...)`"
                 )
-            self._memory = Memory([*session.tracked, *(r for a in args_tuple for r in _ranges(a))])
+            ranges = [*session.tracked, *(r for a in args_tuple for r in _ranges(a))]
+            self._memory = Memory(ranges, [output.range for output in session.outputs])
             return super().__call__(args_tuple)
 
         def _run(self, packed: Any) -> None:

@@ -153,7 +153,11 @@ static void begin_store(Group *g, Wave *w, uint8_t *global, u32 lds, u32 bytes, 
 
 static void end_store(Group *g, Wave *w, uint8_t *global, u32 lds, u32 bytes, i32 line) {
     if ((u64)lds + bytes > (u64)g->launch->lds_bytes || !global) return;
-    if (allowed(g, (u64)(uintptr_t)global, bytes, 1)) { memcpy(global, g->lds + lds, bytes); g->counters[C_GLOBAL_WRITE_BYTES] += bytes; }
+    if (allowed(g, (u64)(uintptr_t)global, bytes, 1)) {
+        memcpy(global, g->lds + lds, bytes);
+        g->counters[C_GLOBAL_WRITE_BYTES] += bytes;
+        if (g->launch->num_outputs) output_written(g->launch, (u64)(uintptr_t)global, bytes);
+    }
     for (u32 at = lds & ~3u; at < lds + bytes; at += 4) {
         u32 n;
         for (Shadow *s = shadows(g, at, lds, lds + bytes, &n); n--; s++) {

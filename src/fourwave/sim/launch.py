@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .lowering import LDS_BANKS
-from .native import COUNTERS, Allocation, RawFinding, RawLaunch, library
+from .native import COUNTERS, Allocation, Output, RawFinding, RawLaunch, library
 from .program import Builder, Program
 from .report import KINDS, Launch, Report, finding_from_raw
 
@@ -67,9 +67,13 @@ class Options:
 
 @dataclass
 class Memory:
-    """The launch's global allocations: [lo, hi) host addresses, merged and sorted."""
+    """The launch's global allocations: [lo, hi) host addresses, merged and sorted.
+
+    outputs: of those that kernels are to write, the range, and a byte for each of its bytes that becomes 1 when it is written
+    """
 
     ranges: list[tuple[int, int]] = field(default_factory=list)
+    outputs: list[tuple[int, int, np.ndarray]] = field(default_factory=list)
 
     def as_array(self) -> ctypes.Array[Allocation]:
         merged: list[list[int]] = []
@@ -176,6 +180,10 @@ def run(
         findings=ctypes.addressof(findings),
         max_findings=_MAX_FINDINGS,
     )
+    outputs = (Output * max(1, len(memory.outputs)))(
+        *(Output(lo, hi, written.ctypes.data) for lo, hi, written in memory.outputs)
+    )
+    raw.num_outputs, raw.outputs = len(memory.outputs), ctypes.addressof(outputs)
     start = time.perf_counter()
     if total and _interruptible(library(program.wave_size).fourwave_sim_run, raw):
         raise ValueError(f"kernel {program.name}: too many waves in a workgroup of {block}")

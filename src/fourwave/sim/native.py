@@ -30,7 +30,7 @@ _lock = threading.Lock()
 
 COUNTERS = (
     "instructions", "mfma", "lds_read_bytes", "lds_write_bytes", "global_read_bytes", "global_write_bytes", "copy_to_lds_bytes",
-    "barriers", "waits", "lds_read_cycles", "lds_read_cycles_ideal",
+    "barriers", "waits", "lds_read_cycles", "lds_read_cycles_ideal", "global_instructions", "lds_instructions", "global_lines", "global_lines_ideal",
 )  # fmt: skip
 NUM_COUNTERS = 16
 
@@ -40,6 +40,10 @@ class Allocation(ctypes.Structure):
         ("lo", ctypes.c_uint64), ("hi", ctypes.c_uint64), ("writable", ctypes.c_int32), ("id", ctypes.c_int32),
         ("writers", ctypes.c_void_p), ("written", ctypes.c_int32), ("pad", ctypes.c_int32),
     ]  # fmt: skip
+
+
+class Output(ctypes.Structure):
+    _fields_ = [("lo", ctypes.c_uint64), ("hi", ctypes.c_uint64), ("written", ctypes.c_void_p)]
 
 
 class RawFinding(ctypes.Structure):
@@ -62,6 +66,7 @@ class RawLaunch(ctypes.Structure):
         ("checks", ctypes.c_uint32), ("completion", ctypes.c_int32), ("schedule", ctypes.c_int32), ("num_threads", ctypes.c_int32),
         ("first_workgroup", ctypes.c_uint64), ("num_workgroups", ctypes.c_uint64), ("step_limit", ctypes.c_uint64),
         ("lds_banks", ctypes.c_int32), ("stop_at_finding", ctypes.c_int32),
+        ("num_outputs", ctypes.c_int32), ("outputs", ctypes.c_void_p),
         ("findings", ctypes.c_void_p), ("max_findings", ctypes.c_int32), ("num_findings", ctypes.c_int32),
         ("counters", ctypes.c_uint64 * NUM_COUNTERS),
         ("next", ctypes.c_uint64), ("done", ctypes.c_uint64), ("progress", ctypes.c_uint64), ("stop", ctypes.c_int32),

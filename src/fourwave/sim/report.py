@@ -24,6 +24,8 @@ _TEXT: dict[tuple[str, int], str] = {
     ("memory", 13): "a tensor descriptor that differs between lanes; the hardware uses the first lane's",
     ("wait", 20): "uses the result of a load in inline assembly that nothing has waited for",
     ("memory", 20): "an atomic operation at an address that is not a multiple of its size",
+    ("memory", 22): "accesses memory at an address that is not a multiple of the alignment it states",
+    ("memory", 23): "a buffer offset that wraps past 4 GiB",
     ("memory", 21): "accesses private memory past the kernel's own",
     ("init", 0): "reads LDS that nothing has written",
     ("race", 0): "reads LDS that another wave wrote with no completed write and barrier in between",
@@ -94,6 +96,10 @@ class Finding:
     def _advice(self) -> str:
         if self.kind == "memory" and " LDS" in self.message and "copy" not in self.message:
             return "check the address arithmetic: stage, row and swizzle, and the size of the LDS array"
+        if self.kind == "init" and "output" in self.message:
+            return "let some workgroup store every element: check the grid, the tails and the masks of the stores"
+        if self.kind == "memory" and "alignment" in self.message:
+            return "state the alignment that the address has, or make the address a multiple of it"
         return _ADVICE[self.kind]
 
     def __str__(self) -> str:

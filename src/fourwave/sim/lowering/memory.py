@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..ir_types import Int, dwords
+from ..ir_types import Int, dwords, size_and_align
 from .atomics import LOAD, STORE, order_after, order_before
 from .base import Lowering, Value, handles
 from .private import load_private, store_private
+
+
+def _stated(k: Lowering, o: Any, t: Any, at: int, size: int) -> int:
+    """The size operand of an access's part: its bytes, and above them the alignment that the operation states, in its first part.
+
+    Without an attribute it is the type's own (LLVM language reference, load: "the alignment of the type in the ABI"); other alignment is
+    undefined behaviour, and the compiler may choose instructions that need it; none needs more than 16.
+    """
+    if at:
+        return size
+    return size | min(16, k.integer_attribute(o, "alignment", size_and_align(t)[1])) << 8
 
 
 @handles("llvm.load")
@@ -25,6 +36,7 @@ def _load(k: Lowering, o: Any) -> Value:
     if ordering and space != 3:
         k.emit("ORDERED")
     for at, size, first, n in k.pieces(bytes_):
+        size = _stated(k, o, t, at, size)
         if space == 3:
             k.emit("LDS_LOAD", at, pointer[0], size, 0, out[first : first + n])
         elif space in (0, 1, 4):
@@ -54,6 +66,7 @@ def _store(k: Lowering, o: Any) -> Value:
     if ordering and space != 3:
         k.emit("ORDERED")
     for at, size, first, n in k.pieces(k.memory_bytes(t)):
+        size = _stated(k, o, t, at, size)
         if space == 3:
             k.emit("LDS_STORE", at, pointer[0], size, list(value[first : first + n]))
         elif space in (0, 1):

@@ -1,0 +1,149 @@
+"""What the simulator tells of accesses beside their bounds: alignment, outputs that nothing wrote, instructions and lines of memory counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from machine import PROLOGUE, launch, lower, only
+
+from fourwave import sim
+
+pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
+
+# Lane i's 16 bytes begin at byte %at = 16 * i + shift.
+AT = """
+  %c16 = llvm.mlir.constant(16 : i32) : i32
+  %shift = llvm.mlir.constant(SHIFT : i32) : i32
+  %scaled = llvm.mul %tid, %c16 : i32
+  %at = llvm.add %scaled, %shift : i32
+"""
+LDS = """
+  %lds = llvm.mlir.addressof @lds : !llvm.ptr<3>
+  %p = llvm.getelementptr %lds[%at] : (!llvm.ptr<3>, i32) -> !llvm.ptr<3>, i8
+  %v = llvm.mlir.constant(dense<7> : vector<4xi32>) : vector<4xi32>
+  llvm.store %v, %p STATED : vector<4xi32>, !llvm.ptr<3>
+  %r = llvm.load %p STATED : !llvm.ptr<3> -> vector<4xi32>
+"""
+GLOBAL = """
+  %p = llvm.getelementptr %x[%at] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, i8
+  %v = llvm.load %p STATED : !llvm.ptr<1> -> vector<4xi32>
+  llvm.store %v, %p STATED : vector<4xi32>, !llvm.ptr<1>
+"""
+
+
+@pytest.mark.parametrize("shift", [0, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("stated", "alignment"), [("", 16), ("{alignment = 8 : i64}", 8), ("{alignment = 4 : i64}", 4)]
+)
+@pytest.mark.parametrize("where", ["lds", "global"])
+@pytest.mark.parametrize("arch", sim.ARCHS)
+def test_an_access_that_is_not_aligned_as_it_states(
+    arch: str, where: str, stated: str, alignment: int, shift: int
+) -> None:
+    """Stated by an attribute, or by the type (16 bytes for a vector of 16)."""
+    lanes = 32 if arch == "gfx1250" else 64
+    body = PROLOGUE + (AT + (LDS if where == "lds" else GLOBAL)).replace("SHIFT", str(shift)).replace("STATED", stated)
+    memory = torch.zeros(1024 + 16 + 64, dtype=torch.uint8)
+    memory = memory[-memory.data_ptr() % 16 :]
+    program = lower(body, "%x: !llvm.ptr<1>", lds=1024 + 16, arch=arch)
+    wrong = shift % alignment != 0
+    report = launch(program, memory.numpy(), block=lanes, expect="memory" if wrong else "")
+    if wrong:
+        assert len(report.findings) == 2, "the load and the store"
+        assert all("alignment" in f.message and f.count == lanes for f in report.findings)
+        assert "state the alignment" in str(report.findings[0])
+
+
+REVERSE = """
+import flydsl.compiler as flyc
+from flydsl import expr as fx
+
+@flyc.kernel(known_block_size=[64, 1, 1])
+def fill_kernel(y: fx.Tensor, first: fx.Int32, last: fx.Int32):
+    i = fx.Int32(fx.block_idx.x) * 64 + fx.Int32(fx.thread_idx.x)
+    if (i >= first) & (i < last):
+        y[i] = fx.Float32(i)
+
+@flyc.jit
+def fill(y: fx.Tensor, first: fx.Int32, last: fx.Int32):
+    fill_kernel(y, first, last).launch(grid=(4, 1, 1), block=(64, 1, 1))
+"""
+
+
+@pytest.fixture(scope="module")
+def fill(tmp_path_factory):
+    import importlib.util
+
+    path = tmp_path_factory.mktemp("kernels") / "fill.py"
+    path.write_text(REVERSE)
+    spec = importlib.util.spec_from_file_location("fill_an_output", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.fill
+
+
+@pytest.mark.parametrize("arch", sim.ARCHS)
+def test_an_output_that_is_not_filled(fill, arch):
+    y = torch.full((256,), float("nan"))
+    report = sim.run(fill, y, 3, 250, arch=arch, outputs=[y])
+    finding = only(report)
+    assert finding.kind == "init" and finding.count == 9 and finding.address == y.data_ptr()
+    assert "9 of 256 elements of an output (256,); the first is (0,)" in finding.message
+    assert "let some workgroup store every element" in str(finding)
+    assert int(y.isnan().sum()) == 9
+    assert not sim.run(fill, y, 0, 256, arch=arch, outputs=[y]).findings
+    assert not sim.run(fill, y, 3, 250, arch=arch, outputs=[y], checks=("memory",)).findings
+    with pytest.raises(sim.SimulationError, match="an output"):
+        sim.run(fill, y, 3, 250, arch=arch, outputs=[y], on_finding="raise")
+
+
+def test_an_output_is_filled_by_all_launches_of_a_session_together(fill):
+    y = torch.empty(256)
+    with sim.session(outputs=[y]) as report:
+        fill(y, 0, 100)
+        fill(y, 100, 256)
+    assert not report.findings
+    with sim.session() as report:
+        sim.active_session().expect_written(y[:100])
+        fill(y, 0, 99)
+        fill(y, 100, 256)
+    assert "1 of 100 elements" in only(report).message and "(99,)" in only(report).message
+
+
+def test_a_strided_output_has_no_elements_between_its_rows(fill):
+    y = torch.empty(256)
+    view = y.as_strided((4, 32), (64, 1))  # the second half of each row of 64 is not among its elements
+    with sim.session(outputs=[view]) as report:
+        fill(y, 0, 225)  # all but the last row's last 31 elements, of which all lie outside or inside the view's row
+    assert "elements of an output (4, 32)" not in str(report)
+    with sim.session(outputs=[view]) as report:
+        fill(y, 0, 200)
+    finding = only(report)
+    assert finding.message.endswith("the first is (3, 8)") and finding.count == 24
+    assert finding.address == y.data_ptr() + 4 * 200
+
+
+@pytest.mark.parametrize(("stride", "lines", "ideal"), [(4, 2, 2), (16, 8, 2), (128, 64, 2), (132, 64, 2), (0, 1, 2)])
+def test_lines_of_global_memory_are_counted(stride: int, lines: int, ideal: int) -> None:
+    """64 lanes of 4 bytes: 2 lines of 128 bytes where they are neighbours; where they lie apart, up to one a lane."""
+    body = (
+        PROLOGUE
+        + f"""
+  %stride = llvm.mlir.constant({stride} : i32) : i32
+  %at = llvm.mul %tid, %stride : i32
+  %p = llvm.getelementptr %x[%at] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, i8
+  %v = llvm.load %p : !llvm.ptr<1> -> i32
+  %q = llvm.getelementptr %x[%tid] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, i32
+  llvm.store %v, %q : i32, !llvm.ptr<1>"""
+    )
+    memory = np.zeros(64 * 132 + 128, np.uint8)
+    memory = memory[-memory.ctypes.data % 128 :]
+    counters = (
+        launch(lower(body, "%x: !llvm.ptr<1>", arch="gfx950"), memory, checks=("memory",), count_bank_conflicts=True)
+        .launches[0]
+        .counters
+    )
+    assert counters["global_lines"] == lines + 2 and counters["global_lines_ideal"] == ideal + 2
+    assert counters["global_instructions"] == 2 and counters["lds_instructions"] == 0
