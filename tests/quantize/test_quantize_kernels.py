@@ -257,7 +257,6 @@ def test_lds_writes_without_bank_conflicts(arch: str) -> None:
 @pytest.mark.parametrize(
     ("change", "arch", "text"),
     [
-        ({"format": "mxfp4", "scale_rule": "floor"}, "gfx950", "no kernel for 4-bit codes"),
         ({"fnuz": True}, "gfx950", "gfx950 converts to OCP's codes only"),
         ({"columns": 2**25}, "gfx942", "rows of 67108864 bytes; the kernels take less than 67108864"),
         ({"rows": 2**24, "columns": 8, "transposed": True}, "gfx950", "16777216 rows; transposed codes"),
@@ -276,9 +275,11 @@ def test_what_the_kernels_refuse(change: dict[str, Any], arch: str, text: str) -
 
 def test_a_named_backend_refuses_and_auto_goes_on() -> None:
     x = matrix(8, 64, BF16)
-    with pytest.raises(NotImplementedError, match="'sim' was asked for and cannot quantize 8x64 bf16 to mxfp4"):
-        fw.quantize(x, "mxfp4", backend="sim")
-    assert fw.quantize(x, "mxfp4", backend="auto").shape == (8, 64)
+    with pytest.raises(
+        NotImplementedError, match="'sim:gfx1250' was asked for and cannot quantize 8x64 bf16 to mxfp8_e4m3"
+    ):
+        fw.quantize(x, "mxfp8_e4m3", backend="sim:gfx1250")
+    assert fw.quantize(x, "mxfp8_e4m3", backend="auto").shape == (8, 64)
 
 
 def test_the_simulation_is_reported() -> None:

@@ -73,7 +73,7 @@ class Backend(ABC):
         return None
 
     def run_quantize(
-        self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None
+        self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None, seed: torch.Tensor | None = None
     ) -> tuple[QuantizeTensors, list[str]]:
         """What problem.outputs() lists, new, and notes. x is [rows, columns] with any strides and at least one element.
 
@@ -81,4 +81,4 @@ class Backend(ABC):
         """
         from fourwave.quantize.reference import quantize_reference
 
-        return quantize_reference(problem, x, scale), []
+        return quantize_reference(problem, x, scale, seed), []

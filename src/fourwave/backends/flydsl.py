@@ -131,12 +131,12 @@ class FlyDSLBackend(Backend):
         return amd.why_unsupported(problem, self._arch())
 
     def run_quantize(
-        self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None
+        self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None, seed: torch.Tensor | None = None
     ) -> tuple[QuantizeTensors, list[str]]:
         from fourwave.quantize import amd
 
         with torch.cuda.device(x.device):
-            return amd.run(problem, device_arch(x.device.index), x, scale)
+            return amd.run(problem, device_arch(x.device.index), x, scale, seed=seed)
 
 
 def describe_amd_grouped_gemm(problem: GroupedProblem, config: GroupedConfig | None, arch: str) -> Description:

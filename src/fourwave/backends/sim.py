@@ -103,13 +103,13 @@ class SimBackend(Backend):
         return amd.why_unsupported(problem, self.arch)
 
     def run_quantize(
-        self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None
+        self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None, seed: torch.Tensor | None = None
     ) -> tuple[QuantizeTensors, list[str]]:
         from fourwave import sim
         from fourwave.quantize import amd
 
         with sim.session(arch=self.arch, on_finding="raise") as report:
             try:
-                return amd.run(problem, self.arch, x, scale)
+                return amd.run(problem, self.arch, x, scale, seed=seed)
             finally:
                 sim.current_report().add(report)

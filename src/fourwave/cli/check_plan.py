@@ -57,7 +57,8 @@ class Planned:
             assert isinstance(told.config, GemmConfig), "the case is not empty"
             return told.kernel, short(told.config), told.config.mma
         if isinstance(self.case, QuantizeCase):
-            return "quantize/cdna.py", "", ""
+            kernel = "mxfp4" if FORMATS[self.case.format].element == "e2m1" else "cdna"
+            return f"quantize/{kernel}.py", "", ""
         described = registry.get(f"sim:{arch}").describe_grouped_gemm(self.case.problem(), None)
         return described.kernel, str(described.config or ""), ""
 
@@ -81,12 +82,13 @@ def rows(
     elif subject == "mxfp4":
         for group, case in check_mxfp4.rows(layouts, full, seed):
             yield Planned(group, case)
+        for quantized in QUANTIZE_CASES:
+            if FORMATS[quantized.format].element == "e2m1":
+                yield Planned("quantize", replace(quantized, seed=seed))
     elif subject == "quantize":
-        for case in sorted(QUANTIZE_CASES, key=lambda case: case.kind):
-            if FORMATS[case.format].element == "e2m1":
-                continue  # quantized in PyTorch: there is no kernel
-            fnuz = arch == "gfx942" and not FORMATS[case.format].is_mx
-            yield Planned(case.kind, replace(case, fnuz=fnuz, seed=seed))
+        for quantized in sorted(QUANTIZE_CASES, key=lambda quantized: quantized.kind):
+            fnuz = arch == "gfx942" and not FORMATS[quantized.format].is_mx
+            yield Planned(quantized.kind, replace(quantized, fnuz=fnuz, seed=seed))
     else:
         for group, grouped in grouped_cases.plan(arch, seed):
             yield Planned(group, grouped)

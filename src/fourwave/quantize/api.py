@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import torch
 
@@ -12,11 +13,14 @@ from fourwave.backends.base import Backend
 from fourwave.errors import BackendUnavailable
 from fourwave.formats.scale_rules import BLOCK_RULES, MX_RULES
 from fourwave.quantize.problem import INPUTS, QuantizeProblem, QuantizeTensors
+from fourwave.quantize.random import HADAMARD, hadamard_signs
 from fourwave.quantize.reference import quantize_nothing
 from fourwave.quantize.tensor import DIRECTIONS, FORMATS, QuantFormat, QuantizedTensor
 from fourwave.transforms import PLAIN, has_tangent, is_special
 
 Tensor = torch.Tensor
+
+_AUTO_ORDER = ("flydsl", "hopper", "native")
 
 
 def quantize(
@@ -28,6 +32,10 @@ def quantize(
     scale_rule: str | None = None,
     fnuz: bool | None = None,
     columnwise_transposed: bool = False,
+    rounding: str = "nearest",
+    seed: int | Tensor | None = None,
+    hadamard: str | None = None,
+    hadamard_seed: int = 0,
     backend: str | None = None,
 ) -> QuantizedTensor:
     """Codes and scales of x: value = code * scale.
@@ -43,6 +51,14 @@ def quantize(
     fnuz        codes are float8_e4m3fnuz or float8_e5m2fnuz, which gfx942 multiplies. Default: where x is on a gfx942 GPU. MX
                 formats are OCP's everywhere
     columnwise_transposed   store the columnwise codes and scales transposed: codes [C, R]
+    rounding    "nearest" (ties to even), or "stochastic" (mxfp4 only): up with a probability of how far the value is on the way
+                there, so that the mean is the value. Values past the largest saturate: scale_rule="ceil" leaves none
+    seed        of "stochastic": an int from 0 to 2^63 - 1, or an int64 tensor of one element on x's device. The bits depend on it
+                and on the element's place only (fourwave/quantize/random.py)
+    hadamard    "rowwise", "columnwise" or "both" (mxfp4 only): the codes of that direction are those of x after a random Hadamard
+                transform of each 16 neighbours along it, which spreads outliers. The size along it is a multiple of 16. Such
+                an operand multiplies with one that was transformed with the same seed
+    hadamard_seed   of the transform's 16 signs, an int from 0 to 2^63 - 1
     backend     as in `gemm`; default what `use_backend` or FOURWAVE_BACKEND says, else "auto". All give the same bits
     returns     QuantizedTensor; with one scale for all, amax (float32 (), of x before rounding) is in it
 
@@ -53,6 +69,7 @@ def quantize(
     NotImplementedError when it cannot run this.
     """
     fmt = _check(x, format, direction, scale, scale_rule, fnuz, columnwise_transposed, backend)
+    _check_random(x, fmt, direction, rounding, seed, hadamard, hadamard_seed)
     rule = scale_rule or (MX_RULES if fmt.is_mx else BLOCK_RULES)[0]
     if fnuz is None:
         fnuz = not fmt.is_mx and _is_gfx942(x.device)
@@ -62,8 +79,24 @@ def quantize(
     rowwise = direction != "columnwise" or shared
     columnwise = direction != "rowwise" and not shared
     transposed = columnwise and columnwise_transposed
-    arguments = (x, fmt.name, rowwise, columnwise, transposed, rule, fnuz, scale, backend)
-    if _needs_operator(x, scale):
+    if isinstance(seed, int):
+        seed = torch.full((), seed, dtype=torch.int64, device=x.device)
+    transforms = [hadamard_seed if hadamard in (name, "both") else None for name in ("rowwise", "columnwise")]
+    signs = [None if each is None else hadamard_signs(each) for each in transforms]
+    arguments: tuple[Any, ...] = (
+        x,
+        fmt.name,
+        rowwise,
+        columnwise,
+        transposed,
+        rule,
+        fnuz,
+        scale,
+        backend,
+        seed,
+        *signs,
+    )
+    if _needs_operator(x, scale, seed):
         data, stored, columnwise_data, columnwise_stored, amax = torch.ops.fourwave.quantize(*arguments)
     else:
         data, stored, columnwise_data, columnwise_stored, amax = _execute(*arguments)
@@ -81,7 +114,51 @@ def quantize(
         columnwise_stored if column else None,
         transposed,
         amax if fmt.scaling == "tensor" else None,
+        *transforms,
     )
+
+
+def _check_random(
+    x: Tensor,
+    fmt: QuantFormat,
+    direction: str,
+    rounding: str,
+    seed: int | Tensor | None,
+    hadamard: str | None,
+    hadamard_seed: int,
+) -> None:
+    """The arguments of stochastic rounding and of the Hadamard transform."""
+    if rounding not in ("nearest", "stochastic"):
+        raise ValueError(f"rounding {rounding!r}: 'nearest' or 'stochastic'")
+    if (rounding == "stochastic") != (seed is not None):
+        raise ValueError(f"rounding {rounding!r} with seed={seed!r}: a seed belongs to 'stochastic', which needs one")
+    if hadamard not in (None, *DIRECTIONS):
+        raise ValueError(f"hadamard {hadamard!r}: None, {', '.join(DIRECTIONS)}")
+    for what, asked in (("rounding 'stochastic'", seed is not None), (f"hadamard {hadamard!r}", hadamard is not None)):
+        if asked and fmt.element != "e2m1":
+            raise ValueError(f"{what} with {fmt.name}: only mxfp4 has it")
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != x.device:
+            raise ValueError(
+                f"seed is {tuple(seed.shape)} {seed.dtype} on {seed.device}; it must be an int64 tensor of one element on {x.device}"
+            )
+    for name, value in (("seed", seed), ("hadamard_seed", hadamard_seed)):
+        if value is None or isinstance(value, Tensor):
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+            raise ValueError(f"{name} is {value!r}; it must be an int from 0 to 2^63 - 1")
+    if hadamard is None:
+        return
+    if direction != "both" and hadamard != direction:
+        raise ValueError(f"hadamard {hadamard!r} with direction={direction!r}: those codes were not asked for")
+    sizes = {"rowwise": ("last dimension", x.shape[-1]), "columnwise": ("number of rows", math.prod(x.shape[:-1]))}
+    for each in ("rowwise", "columnwise") if hadamard == "both" else (hadamard,):
+        what, size = sizes[each]
+        if size % HADAMARD:
+            raise ValueError(
+                f"hadamard {hadamard!r} with x {tuple(x.shape)}: the {what} must be a multiple of {HADAMARD}; the last "
+                f"{size % HADAMARD} elements could not be transformed alone"
+            )
 
 
 def _check(
@@ -159,11 +236,12 @@ def _needs_operator(*tensors: Tensor | None) -> bool:
 
 
 def _problem(
-    x: Tensor, format: str, rowwise: bool, columnwise: bool, transposed: bool, rule: str, fnuz: bool, given: bool
-) -> QuantizeProblem:
+    x: Tensor, format: str, rowwise: bool, columnwise: bool, transposed: bool, rule: str, fnuz: bool, given: bool,
+    stochastic: bool, row_signs: int | None, column_signs: int | None,
+) -> QuantizeProblem:  # fmt: skip
     return QuantizeProblem(
         math.prod(x.shape[:-1]), x.shape[-1], x.dtype, format, rowwise, columnwise, transposed, rule, fnuz, given,
-        x.device.type,
+        x.device.type, stochastic, row_signs, column_signs,
     )  # fmt: skip
 
 
@@ -177,13 +255,30 @@ def _execute(
     fnuz: bool,
     scale: Tensor | None,
     backend: str | None,
+    seed: Tensor | None,
+    row_signs: int | None,
+    column_signs: int | None,
 ) -> QuantizeTensors:
-    problem = _problem(x, format, rowwise, columnwise, transposed, rule, fnuz, scale is not None)
+    problem = _problem(
+        x,
+        format,
+        rowwise,
+        columnwise,
+        transposed,
+        rule,
+        fnuz,
+        scale is not None,
+        seed is not None,
+        row_signs,
+        column_signs,
+    )
     chosen, rejected = choose(select.requested(backend)[0], problem)
     x = x.detach().reshape(problem.rows, problem.columns)
     if problem.is_empty:
         return quantize_nothing(problem, x)
-    result, notes = chosen.run_quantize(problem, x, None if scale is None else scale.detach().resolve_neg().reshape(()))
+    scale = None if scale is None else scale.detach().resolve_neg().reshape(())
+    seed = None if seed is None else seed.detach().resolve_neg().reshape(())
+    result, notes = chosen.run_quantize(problem, x, scale, seed)
     if select.logger.isEnabledFor(logging.DEBUG):
         words = [f"not {name}: {why}" for name, why in rejected] + notes
         select.logger.debug("quantize %s: %s", problem, "; ".join([chosen.name, *words]))
@@ -197,7 +292,7 @@ def choose(spec: str, problem: QuantizeProblem) -> tuple[Backend, tuple[tuple[st
     """
     asked = select.parse(spec)[problem.precision]
     rejected: list[tuple[str, str]] = []
-    for name in select._AUTO_ORDER if asked == select.AUTO else (asked,):
+    for name in _AUTO_ORDER if asked == select.AUTO else (asked,):
         backend = registry.get(name)
         missing = backend.unavailable()
         why = missing or (None if problem.is_empty else backend.why_quantize_unsupported(problem))
@@ -223,9 +318,14 @@ def _quantize_op(
     fnuz: bool,
     scale: Tensor | None = None,
     backend: str | None = None,
+    seed: Tensor | None = None,
+    row_signs: int | None = None,
+    column_signs: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Five tensors, QuantizeTensors; what was not asked for is an empty uint8 tensor."""
-    result = _execute(x, format, rowwise, columnwise, transposed, scale_rule, fnuz, scale, backend)
+    result = _execute(
+        x, format, rowwise, columnwise, transposed, scale_rule, fnuz, scale, backend, seed, row_signs, column_signs
+    )
     return _filled(result, x)
 
 
@@ -240,8 +340,14 @@ def _quantize_fake(
     fnuz: bool,
     scale: Tensor | None = None,
     backend: str | None = None,
+    seed: Tensor | None = None,
+    row_signs: int | None = None,
+    column_signs: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    problem = _problem(x, format, rowwise, columnwise, transposed, scale_rule, fnuz, scale is not None)
+    problem = _problem(
+        x, format, rowwise, columnwise, transposed, scale_rule, fnuz, scale is not None, seed is not None, row_signs,
+        column_signs,
+    )  # fmt: skip
     return _filled(problem.allocate(x), x)
 
 

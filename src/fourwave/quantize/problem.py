@@ -48,6 +48,9 @@ class QuantizeProblem:
     scale_rule   "floor" or "ceil" for MX, "fp32" or "pow2" for others (formats/scale_rules.py)
     fnuz         codes are gfx942's 8-bit floats
     given_scale  the scale is an input (scaling "tensor" only); scale is not among the outputs
+    stochastic   codes are rounded stochastically (mxfp4 only); a seed is an input
+    row_signs, column_signs   random Hadamard transform of the rowwise or columnwise pair (mxfp4 only): its signs
+                 (random.hadamard_signs)
     """
 
     rows: int
@@ -61,6 +64,9 @@ class QuantizeProblem:
     fnuz: bool = False
     given_scale: bool = False
     device_type: str = "cpu"
+    stochastic: bool = False
+    row_signs: int | None = None
+    column_signs: int | None = None
 
     @property
     def quant_format(self) -> QuantFormat:
@@ -118,5 +124,9 @@ class QuantizeProblem:
         words = [f"{self.rows}x{self.columns} {INPUTS[self.x_dtype]} to {self.format}"]
         words.append(" and ".join(["rowwise"] * self.rowwise + ["columnwise"] * self.columnwise))
         words += ["transposed"] * (self.transposed and self.columnwise) + [f"scale rule {self.scale_rule}"]
-        words += ["fnuz"] * self.fnuz + ["scale given"] * self.given_scale
+        words += (
+            ["fnuz"] * self.fnuz + ["scale given"] * self.given_scale + ["rounded stochastically"] * self.stochastic
+        )
+        for name, signs in (("rowwise", self.row_signs), ("columnwise", self.column_signs)):
+            words += [] if signs is None else [f"{name} Hadamard transform"]
         return ", ".join(words)

@@ -7,6 +7,7 @@ For each block of elements that share a scale:
   inv   = 1 / scale                     one IEEE float32 division; exact for powers of two
   code  = round(x * inv)                one float32 multiplication, then to nearest even, saturated
 
+mxfp4 may be rounded stochastically (encode_stochastic), and its blocks transformed before (random.py).
 A NaN gets the format's NaN code without sign (mxfp4, which has none: +6). Runs on any device, reads nothing on the host.
 """
 
@@ -19,25 +20,35 @@ from fourwave import formats
 from fourwave.formats.element import ElementFormat
 from fourwave.formats.scale_rules import SMALLEST_SCALE, PowerOfTwo
 from fourwave.quantize.problem import SCALE_DTYPE, QuantizeProblem, QuantizeTensors
+from fourwave.quantize.random import hadamard, random_bits
 
 Tensor = torch.Tensor
 
 
-def quantize_reference(problem: QuantizeProblem, x: Tensor, scale: Tensor | None = None) -> QuantizeTensors:
-    """x [rows, columns], any strides; scale: float32 (), where problem.given_scale."""
+def quantize_reference(
+    problem: QuantizeProblem, x: Tensor, scale: Tensor | None = None, seed: Tensor | None = None
+) -> QuantizeTensors:
+    """x [rows, columns], any strides; scale: float32 (), where problem.given_scale; seed: int64 (), where problem.stochastic."""
     shapes = problem.outputs()
     pairs: dict[bool, tuple[Tensor | None, Tensor | None]] = {True: (None, None), False: (None, None)}
     for rowwise, shape in ((True, shapes.scale), (False, shapes.columnwise_scale)):
         if not (problem.rowwise if rowwise else problem.columnwise):
             continue
-        blocks = _blocks(x, problem.block(rowwise))
+        blocks = _blocks(_transformed(problem, x, rowwise), problem.block(rowwise))
         amax = blocks.abs().amax((1, 3), keepdim=True).to(torch.float32)
         if scale is None:
             made, inv = scale_from_amax(amax, problem.code_format, problem.scale_rule)
             stored: Tensor | None = made[:, 0, :, 0]
         else:
             stored, inv = None, scale.reciprocal()
-        codes = _unblock(encode(blocks, inv, problem.code_format), problem)
+        if problem.stochastic:
+            assert seed is not None
+            size = problem.rows, problem.columns
+            bits = random_bits(seed, *size, False) if rowwise else random_bits(seed, *size[::-1], True).mT
+            made_codes = encode_stochastic(blocks, inv, _blocks(bits, problem.block(rowwise)))
+        else:
+            made_codes = encode(blocks, inv, problem.code_format)
+        codes = _unblock(made_codes, problem)
         if not rowwise and problem.transposed:
             codes, stored = codes.mT.contiguous(), None if stored is None else stored.mT.contiguous()
         if problem.code_format is formats.E2M1:
@@ -78,6 +89,28 @@ def scale_from_amax(amax: Tensor, fmt: ElementFormat, rule: str) -> tuple[Tensor
     if rule == "pow2":
         return (field << 23).view(torch.float32).masked_fill(~finite, nan), inv
     return field.masked_fill(~finite, 255).to(torch.uint8).view(SCALE_DTYPE), inv
+
+
+def _transformed(problem: QuantizeProblem, x: Tensor, rowwise: bool) -> Tensor:
+    signs = problem.row_signs if rowwise else problem.column_signs
+    if signs is None:
+        return x
+    x = x.to(torch.float32)
+    return hadamard(x, signs) if rowwise else hadamard(x.mT, signs).mT
+
+
+def encode_stochastic(x: Tensor, inv: Tensor, bits: Tensor) -> Tensor:
+    """uint8 e2m1 codes of x * inv (float32): down where the 16 bits say so, else up, and always down on a code.
+
+    With q the spacing of codes around |x * inv|, at most 6: floor(|x * inv| / q + bits / 2^16), the quotient cut off after 16 bits.
+    """
+    y = x.to(torch.float32) * inv
+    t = y.abs().clamp(max=6.0).nan_to_num(nan=0.0)
+    exponent = (t >= 2).to(torch.int32) + (t >= 4).to(torch.int32)
+    fixed = (t * (2.0 ** (17 - exponent))).to(torch.int32)
+    code = ((fixed + bits.to(torch.int32)) >> 16) + 2 * exponent
+    code = code.masked_fill(y.isnan(), 7).to(torch.uint8)
+    return code + ((y.signbit() & ~y.isnan()).to(torch.uint8) << 3)
 
 
 def encode(x: Tensor, inv: Tensor, fmt: ElementFormat) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from fourwave import formats
 from fourwave.formats.element import ElementFormat
 from fourwave.formats.scaling import expand_scale, scale_shape
+from fourwave.quantize.random import hadamard_signs, inverse_hadamard
 
 Tensor = torch.Tensor
 
@@ -82,6 +83,9 @@ class QuantizedTensor:
                 along C) with scale_shape(..., k_last=False); with columnwise_transposed both are transposed: codes [C, R]
                 (mxfp4 packed along R) and scale_shape(format.scaling, C, R, k_last=True)
     amax        float32 (): largest magnitude of what was quantized, where it was computed
+    row_hadamard, column_hadamard  seed of the random Hadamard transform that the rowwise (columnwise) values went through along
+                their blocks before they were quantized (random.hadamard), or None. A product of two operands with one seed is
+                that of the untransformed ones
     Where format.one_copy holds, the columnwise pair is the rowwise one unless it is transposed.
     A missing pair is None; at least one is there.
     """
@@ -94,6 +98,8 @@ class QuantizedTensor:
     columnwise_scale: Tensor | None = None
     columnwise_transposed: bool = False
     amax: Tensor | None = None
+    row_hadamard: int | None = None
+    column_hadamard: int | None = None
 
     @classmethod
     def from_codes(
@@ -171,11 +177,17 @@ class QuantizedTensor:
         """Whether codes of "rowwise" or "columnwise" are there."""
         return (self.data if direction == "rowwise" else self.columnwise_data) is not None
 
-    def operand(self, direction: str) -> tuple[Tensor, Tensor, bool]:
+    def hadamard(self, direction: str) -> int | None:
+        """Seed of the transform of the "rowwise" or "columnwise" values, or None."""
+        return self.row_hadamard if direction == "rowwise" else self.column_hadamard
+
+    def operand(self, direction: str, *, hadamard: int | None = None) -> tuple[Tensor, Tensor, bool]:
         """(codes, scales, k_last) to multiply with, the reduction running along the rows ("rowwise") or the columns.
 
+        hadamard: the transform that the caller knows of; the other operand has the same one.
+
         k_last: the reduction is the last dimension of the codes as stored; False only for columnwise codes in natural order.
-        Raises ValueError where the codes of that direction are missing.
+        Raises ValueError where the codes of that direction are missing, or went through another transform.
         """
         pairs = {
             "rowwise": (self.data, self.scale, True),
@@ -184,6 +196,16 @@ class QuantizedTensor:
         if direction not in pairs:
             raise ValueError(f"direction {direction!r}: 'rowwise' or 'columnwise'")
         data, scale, k_last = pairs[direction]
+        if (seed := self.hadamard(direction)) != hadamard:
+            raise ValueError(
+                f"the {direction} codes of this {self.format.name} tensor were made "
+                + (
+                    "without a Hadamard transform"
+                    if seed is None
+                    else f"after a Hadamard transform, hadamard_seed={seed}"
+                )
+                + ", which this product does not reckon with: quantize both operands alike"
+            )
         if data is None and self.format.one_copy and (direction == "columnwise" or not self.columnwise_transposed):
             data, scale, _ = pairs["rowwise" if direction == "columnwise" else "columnwise"]
             k_last = direction == "rowwise"
@@ -197,7 +219,7 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32, *, direction: str | None = None) -> Tensor:
         """The values [R, C] of one direction (default: rowwise where it is there), rounded once to dtype.
 
-        float64 is exact, and so is float32 for MX scales as long as the value is in float32's normal range.
+        What was transformed (row_hadamard, column_hadamard) is transformed back, in float64. float64 is exact, and so is float32 for MX scales as long as the value is in float32's normal range.
         """
         if direction is None:
             direction = "rowwise" if self.has("rowwise") else "columnwise"
@@ -213,6 +235,8 @@ class QuantizedTensor:
         values = values * expand_scale(scale, self.format.scaling, values.shape, k_last)
         if not rowwise and self.columnwise_transposed:
             values = values.mT
+        if (seed := self.hadamard(direction)) is not None:
+            values = inverse_hadamard(values, hadamard_signs(seed), dim=1 if rowwise else 0)
         return values.to(dtype)
 
 

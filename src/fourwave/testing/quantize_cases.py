@@ -79,12 +79,61 @@ def scale_of(amax: np.ndarray, fmt: formats.ElementFormat, rule: str) -> tuple[n
     return np.where(finite, scale, np.nan).astype(np.float32), inv
 
 
-def expected(x: torch.Tensor, format: str, rowwise: bool, rule: str, fnuz: bool, scale: float | None = None):  # type: ignore[no-untyped-def]
+def random_words(lines: np.ndarray, eights: np.ndarray, stream: int, seed: int) -> np.ndarray:
+    """uint32 [..., 4]: Philox-4x32-10 at counters (line, eight, stream, 0) with key `seed`."""
+    low, high = np.uint64(0xFFFFFFFF), np.uint64(32)
+    zero = np.zeros(np.broadcast(lines, eights).shape, np.uint64)
+    c = [zero + lines.astype(np.uint64), zero + eights.astype(np.uint64), zero + np.uint64(stream), zero]
+    for n in range(10):
+        k = [np.uint64((word + n * step) % 2**32) for word, step in ((seed, 0x9E3779B9), (seed >> 32, 0xBB67AE85))]
+        p, q = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [(q >> high) ^ c[1] ^ k[0], q & low, (p >> high) ^ c[3] ^ k[1], p & low]
+    return np.stack(c, -1).astype(np.uint32)
+
+
+def hadamard(values: np.ndarray, seed: int) -> np.ndarray:
+    """float32 [R, C], each 16 neighbours of a row transformed: docs/quantize.md."""
+    signs = int(random_words(np.zeros(1), np.zeros(1), 2, seed)[0, 0])
+    y = values.reshape(len(values), -1, 16) * np.array([-1.0 if signs >> i & 1 else 1.0 for i in range(16)], np.float32)
+    index = np.arange(16)
+    for distance in (1, 2, 4, 8):
+        other = y[..., index ^ distance]
+        y = np.where(index & distance, other - y, y + other)
+    return (y / np.float32(4)).reshape(values.shape)
+
+
+def stochastic_codes(y: np.ndarray, lines: np.ndarray, places: np.ndarray, stream: int, seed: int) -> np.ndarray:
+    """e2m1 codes of float32 y; lines, places: where each element is. NaN: +6."""
+    words = random_words(lines, places // 8, stream, seed)
+    word = np.take_along_axis(words, np.broadcast_to(places % 8 // 2, y.shape)[..., None], -1)[..., 0]
+    bits = np.where(places % 2, word >> 16, word & 0xFFFF).astype(np.int64)
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    size = np.minimum(np.nan_to_num(np.abs(y), nan=6.0), 6).astype(np.float64)
+    below = np.searchsorted(grid, size, side="right") - 1
+    gap = np.append(np.diff(grid), 1.0)[below]
+    fraction = np.floor((size - grid[below]) / gap * 2**16).astype(np.int64)
+    code = below + (fraction + bits >= 2**16)
+    return np.where(np.isnan(y), 7, code + 8 * np.signbit(y)).astype(np.uint8)
+
+
+def expected(  # type: ignore[no-untyped-def]
+    x: torch.Tensor,
+    format: str,
+    rowwise: bool,
+    rule: str,
+    fnuz: bool,
+    scale: float | None = None,
+    rounding_seed: int | None = None,
+    hadamard_seed: int | None = None,
+):
     """(codes [R, C] uint8, scales, amax of all) as numpy arrays; scales as in formats.scaling.scale_shape, None if given."""
     fmt = FORMATS[format]
     element = fmt.code_format(fnuz)
     values = x.to(torch.float32).numpy()
     rows, columns = values.shape
+    if hadamard_seed is not None:
+        with np.errstate(invalid="ignore", over="ignore"):
+            values = hadamard(values, hadamard_seed) if rowwise else hadamard(values.T, hadamard_seed).T
     across, along = fmt.block or (1, columns if rowwise else rows)
     if fmt.scaling == "tensor":
         across, along = rows, columns
@@ -99,6 +148,10 @@ def expected(x: torch.Tensor, format: str, rowwise: bool, rule: str, fnuz: bool,
             stored, inv = None, np.full_like(amax, np.float32(1) / np.float32(scale))
         inv = inv.repeat(across, 0)[:rows].repeat(along, 1)[:, :columns]
         y = values * inv
+    if rounding_seed is not None:
+        index = np.indices(y.shape)
+        codes = stochastic_codes(y, index[1 - rowwise], index[int(rowwise)], 1 - rowwise, rounding_seed)
+        return codes, stored, None
     codes = formats.encode(y, element, saturate=True)
     if element.nan_code is not None:
         codes = np.where(np.isnan(y), element.nan_code, codes)
@@ -132,6 +185,9 @@ class QuantizeCase:
     scale: float | None = None
     fnuz: bool = False
     seed: int = 0
+    rounding_seed: int | None = None
+    hadamard: str | None = None
+    hadamard_seed: int = 0
 
     def __str__(self) -> str:
         words = [f"{self.rows}x{self.columns} {str(self.dtype).removeprefix('torch.')}", self.format, self.direction]
@@ -139,6 +195,8 @@ class QuantizeCase:
         words += [self.view] * (self.view != "contiguous") + ([] if self.rule is None else [self.rule])
         words += [] if self.scale is None else [f"scale {self.scale:g}"]
         words += ["fnuz"] * self.fnuz
+        words += [] if self.rounding_seed is None else [f"stochastic {self.rounding_seed}"]
+        words += [] if self.hadamard is None else [f"hadamard {self.hadamard} {self.hadamard_seed}"]
         return ", ".join(words)
 
     def run(self, backend: str | None, *, device: torch.device | str = "cpu") -> QuantizeResult:
@@ -148,6 +206,8 @@ class QuantizeCase:
         quantized = quantize(
             inputs.view(x.to(device), self.view), self.format, self.direction, scale=scale, scale_rule=self.rule,
             fnuz=self.fnuz, columnwise_transposed=self.transposed, backend=backend,
+            rounding="nearest" if self.rounding_seed is None else "stochastic", seed=self.rounding_seed,
+            hadamard=self.hadamard, hadamard_seed=self.hadamard_seed,
         )  # fmt: skip
         return self.compare(quantized, x)
 
@@ -166,7 +226,10 @@ class QuantizeCase:
                 if data is not None or stored is not None:
                     problems.append(f"{direction} codes were not asked for")
                 continue
-            codes, scales, amax = expected(x, self.format, rowwise, rule, self.fnuz, self.scale)
+            transform = self.hadamard_seed if self.hadamard in (direction, "both") else None
+            codes, scales, amax = expected(
+                x, self.format, rowwise, rule, self.fnuz, self.scale, self.rounding_seed, transform
+            )
             if self.transposed and not rowwise:
                 codes = codes.T
                 scales = scales if scales is None or scales.ndim < 2 else scales.T
@@ -211,6 +274,13 @@ def _cases() -> tuple[QuantizeCase, ...]:
         QuantizeCase(1, 192, "fp8_row", "both"),
         QuantizeCase(130, 1, "mxfp8_e5m2", "both"),
         QuantizeCase(64, 128, "fp8_e4m3", "columnwise", True, kind="corners", scale=1e-3),
+        QuantizeCase(256, 256, "mxfp4", "both", kind="patterns", rule="ceil"),
+        QuantizeCase(34, 270, "mxfp4", "both", True, fp16, "corners", "offset", rounding_seed=2**40 + 3),
+        QuantizeCase(
+            48, 288, "mxfp4", "both", kind="corners", rounding_seed=11, hadamard="both", hadamard_seed=2**35 + 1, rule="ceil"
+        ),
+        QuantizeCase(80, 46, "mxfp4", "both", True, fp32, view="sliced", rounding_seed=5, hadamard="columnwise"),
+        QuantizeCase(33, 64, "mxfp4", "rowwise", hadamard="rowwise", hadamard_seed=9),
     )  # fmt: skip
 
 

@@ -197,15 +197,17 @@ def _arguments(
     if isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor):
         check_layout(trans_a, trans_b)
         reduced = [trans_a, not trans_b]  # along the first dimension of the logical matrix
+        directions = ["columnwise" if first else "rowwise" for first in reduced]
+        transform = _transform(a, b, directions)
         if isinstance(a, QuantizedTensor):
             a_scaling = a.format.scaling
-            a, a_scale, k_last = a.operand("columnwise" if reduced[0] else "rowwise")
+            a, a_scale, k_last = a.operand(directions[0], hadamard=transform)
             if bias_grad is not None and reduced[0] and k_last:
                 raise ValueError("bias_grad needs a's columnwise codes in natural order; these are stored transposed")
             trans_a = not k_last
         if isinstance(b, QuantizedTensor):
             b_scaling = b.format.scaling
-            b, b_scale, k_last = b.operand("columnwise" if reduced[1] else "rowwise")
+            b, b_scale, k_last = b.operand(directions[1], hadamard=transform)
             trans_b = k_last
             if packed_scale is not None:
                 b_scale = packed_scale
@@ -232,6 +234,21 @@ def _arguments(
             raise ValueError("out_scale is the scale of a quantized output, and no out_format was given")
         return args, None
     return _quantized_output(args, out_format, out_scale, out_direction, out_scale_rule)
+
+
+def _transform(a: Tensor | QuantizedTensor, b: Tensor | QuantizedTensor, directions: list[str]) -> int | None:
+    """Seed of the Hadamard transform that both operands went through along the reduction, where it cancels, or None."""
+    seeds = [
+        operand.hadamard(direction) if isinstance(operand, QuantizedTensor) else None
+        for operand, direction in zip((a, b), directions, strict=True)
+    ]
+    if seeds[0] != seeds[1]:
+        told = ["was not transformed" if seed is None else f"was, with hadamard_seed={seed}" for seed in seeds]
+        raise ValueError(
+            f"a {told[0]} and b {told[1]}: a random Hadamard transform (fw.quantize) cancels in a product only where both "
+            "operands went through the same"
+        )
+    return seeds[0]
 
 
 def _quantized_output(
