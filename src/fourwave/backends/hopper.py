@@ -16,6 +16,7 @@ from fourwave.ops.gemm import sm90_launch
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
     from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+    from fourwave.quantize.problem import QuantizeProblem, QuantizeTensors
 
 CAPABILITY = (9, 0)
 ARCH = "sm_90a"
@@ -98,3 +99,22 @@ class HopperBackend(Backend):
 
     def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         return sm90_launch.copies(problem, config, tensors)  # type: ignore[arg-type]
+
+    def why_quantize_unsupported(self, problem: QuantizeProblem) -> str | None:
+        if problem.device_type != "cuda":
+            return f"x is on the {problem.device_type.upper()}, not on a Hopper GPU"
+        if not _is_hopper(torch.cuda.current_device()):
+            return f"the current device is a {torch.cuda.get_device_name()}; there are kernels for Hopper"
+        from fourwave.quantize import sm90_launch as quantize_launch
+
+        return quantize_launch.why_unsupported(problem)
+
+    def run_quantize(
+        self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None, seed: torch.Tensor | None = None
+    ) -> tuple[QuantizeTensors, list[str]]:
+        from fourwave.quantize import sm90_launch as quantize_launch
+
+        if x.device.index == torch.cuda.current_device():
+            return quantize_launch.run(problem, x, scale)
+        with torch.cuda.device(x.device):
+            return quantize_launch.run(problem, x, scale)

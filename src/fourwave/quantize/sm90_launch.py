@@ -1,0 +1,167 @@
+"""Launches the Hopper quantization kernels: prepares x, compiles once per specialisation, calls with little host work."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fourwave.backends import cutedsl_cache, guard
+from fourwave.backends.cutedsl_call import PackedCall
+from fourwave.quantize.problem import QuantizeProblem, QuantizeTensors
+
+ALIGN_BYTES = 16  # of x's rows and their starts, to be loaded in chunks of 16 bytes
+LINE = 8  # elements of a row, or a column, that a thread has
+TILE = 128
+MAX_SIDE = 2**31 - 2 * TILE  # row and column numbers are 32-bit
+MAX_TILES = 2**31 - 1  # CTAs of a grid
+
+
+@dataclass(frozen=True)
+class QuantizeSpec:
+    """Everything that is fixed when a kernel is compiled. code None: amax only. The fields are those of sm90.Quantize."""
+
+    x_dtype: str
+    code: str | None
+    scaling: str
+    rule: str
+    rowwise: bool
+    columnwise: bool
+    transposed: bool
+    given: bool
+    whole_chunks: bool
+    whole_rows: bool
+
+
+_compiled: dict[QuantizeSpec, PackedCall] = {}
+_lock = threading.Lock()  # CuTe DSL traces one function at a time
+
+# The launcher's run-time arguments (sm90.Quantize.__call__), in its order, with their formats.
+_ARGUMENTS = {
+    "x": "Q", "x_stride": "q", "data": "Q", "scale": "Q", "columnwise_data": "Q", "columnwise_scale": "Q", "row_amax": "Q",
+    "column_amax": "Q", "R": "i", "C": "i", "stream": "Q",
+}  # fmt: skip
+
+
+def why_unsupported(problem: QuantizeProblem) -> str | None:
+    """Why the kernels cannot quantize `problem`, or None. The only rule: backend and launcher ask it."""
+    if problem.fnuz:
+        return "fnuz codes are those of gfx942; there are kernels for OCP's"
+    if problem.stochastic or problem.row_signs is not None or problem.column_signs is not None:
+        return "stochastic rounding and Hadamard transforms are not in the kernels"
+    if max(problem.rows, problem.columns) > MAX_SIDE:
+        return f"{problem.rows} x {problem.columns}; the kernels take sides up to {MAX_SIDE}"
+    if (tiles := -(-problem.rows // TILE) * -(-problem.columns // TILE)) > MAX_TILES:
+        return f"{tiles} tiles of 128 x 128; a launch has at most {MAX_TILES}"
+    return None
+
+
+def run(
+    problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None = None, outputs: QuantizeTensors | None = None
+) -> tuple[QuantizeTensors, list[str]]:
+    """What problem.outputs() lists, and notes, such as that x had to be copied.
+
+    x is [rows, columns] with at least one element and any strides, on the current device. outputs: contiguous tensors to
+    write, new ones if None. Raises NotImplementedError (why_unsupported); RuntimeError where a kernel would have to be
+    compiled while a CUDA graph is captured.
+    """
+    if (reason := why_unsupported(problem)) is not None:
+        raise NotImplementedError(reason)
+    notes: list[str] = []
+    x = _readable(x, notes)
+    out = problem.allocate(x) if outputs is None else outputs
+    outer = x.stride(0) if problem.rows > 1 else problem.columns  # the stride of a single row says nothing
+    stride_bytes = outer * x.element_size()
+    whole_chunks = (x.data_ptr() | stride_bytes) % ALIGN_BYTES == 0 and problem.columns % LINE == 0
+    whole_rows = problem.rows % LINE == 0 or not problem.transposed  # matters to transposed codes only
+    x_dtype = str(problem.x_dtype).removeprefix("torch.")
+    scaling = problem.quant_format.scaling
+    row_scale = scale if problem.given_scale else out.scale
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    row_amax: torch.Tensor | None = None
+    column_amax: torch.Tensor | None = None
+    if scaling == "tensor":
+        row_amax = out.amax
+        assert row_amax is not None
+        row_amax.zero_()
+    elif scaling == "row":
+        lines = problem.rows * problem.rowwise + problem.columns * problem.columnwise
+        row_amax = x.new_zeros(lines, dtype=torch.int32)
+        column_amax = row_amax[problem.rows * problem.rowwise :]
+
+    def launch(spec: QuantizeSpec, *tensors: torch.Tensor | None) -> None:
+        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+        _kernel(spec).launch(x.data_ptr(), stride_bytes, *addresses, problem.rows, problem.columns, stream)
+
+    if scaling == "row" or (scaling == "tensor" and not problem.given_scale):
+        lines_of = (problem.rowwise, problem.columnwise) if scaling == "row" else (True, False)
+        amax_spec = QuantizeSpec(x_dtype, None, scaling, "", *lines_of, False, False, whole_chunks, True)
+        launch(amax_spec, None, None, None, None, row_amax, column_amax)
+    spec = QuantizeSpec(
+        x_dtype, problem.code_format.name, scaling, "" if problem.given_scale else problem.scale_rule, problem.rowwise,
+        problem.columnwise, problem.transposed, problem.given_scale, whole_chunks, whole_rows,
+    )  # fmt: skip
+    launch(spec, out.data, row_scale, out.columnwise_data, out.columnwise_scale, row_amax, column_amax)
+    return out, notes
+
+
+def _readable(x: torch.Tensor, notes: list[str]) -> torch.Tensor:
+    """x, or a contiguous copy where the kernel cannot read it as it lies."""
+    if x.is_neg():
+        notes.append("x copied: it is a negated view")
+        return x.resolve_neg().contiguous()
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        notes.append("x copied: inner stride is not 1")
+        return x.contiguous()
+    return x
+
+
+def _kernel(spec: QuantizeSpec) -> PackedCall:
+    """Compiled at its first use, if no process has done so before."""
+    kernel = _compiled.get(spec)
+    if kernel is not None:
+        return kernel
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the kernel for {spec} is not compiled yet, and compiling inside a CUDA graph's capture is not possible: "
+            "warm up first, with one call of the same kind outside the capture"
+        )
+    with _lock:
+        kernel = _compiled.get(spec)
+        if kernel is None:
+            guard.import_cutlass()
+            compiled = cutedsl_cache.load(spec)
+            if compiled is None:
+                compiled = compile_kernel(spec)
+                cutedsl_cache.store(spec, compiled)
+            kernel = _compiled[spec] = PackedCall(compiled.to(None), _ARGUMENTS)
+    return kernel
+
+
+def compile_kernel(spec: QuantizeSpec, *, keep: bool = False) -> Any:
+    """CuTe DSL's compiled function. Needs no GPU.
+
+    keep: with the PTX and the cubin, for inspection; CuTe DSL also writes them into the working directory.
+    """
+    guard.import_cutlass()
+    import cuda.bindings.driver as cuda
+    from cutlass import Int32, Int64, cute
+
+    from fourwave import formats
+    from fourwave.blocks.cutedsl.convert import Codes, Scales
+    from fourwave.quantize.sm90 import Quantize
+
+    fmt = None if spec.code is None else formats.get(spec.code)
+    kernel = Quantize(
+        spec.x_dtype, None if fmt is None else Codes(fmt), Scales(fmt, spec.rule) if fmt and spec.rule else None, spec.scaling,
+        spec.rowwise, spec.columnwise, spec.transposed, spec.given, spec.whole_chunks, spec.whole_rows,
+    )  # fmt: skip
+    options = [cute.GPUArch("sm_90a")]
+    if keep:
+        options += [cute.KeepPTX(), cute.KeepCUBIN()]
+    address, size = Int64(ALIGN_BYTES), Int32(1)
+    return cute.compile[tuple(options)](
+        kernel, address, address, address, address, address, address, address, address, size, size, cuda.CUstream(0)
+    )  # fmt: skip
