@@ -90,7 +90,7 @@ def _gemms(arch: str) -> Iterator[KernelCall]:
         yield KernelCall("gemm mxfp4 TN epilogue", arch, _gemm(arch, full, None))
         return
     for precision, layout, config in launches.kernels(arch):
-        case = launches.case_of(arch, precision, layout, launches.pipeline(config))
+        case = launches.case_of(arch, precision, layout, launches.pipeline(config, precision))
         name = f"gemm {precision} {layout} {config.tile_m}x{config.tile_n}x{config.tile_k}"
         more = [f"{key} {value}" for key, value in _further(config)]
         yield KernelCall(" ".join([name, *more]), arch, _gemm(arch, case, config))

@@ -12,6 +12,7 @@ from fourwave.ops.gemm.api import _arguments
 from fourwave.ops.gemm.check import check
 from fourwave.ops.gemm.config import GemmConfig, candidates_for, default_config, why_unsupported
 from fourwave.ops.gemm.problem import LAYOUTS
+from fourwave.ops.grouped_gemm.preshuffle import preshuffle
 from fourwave.testing import GemmCase
 from fourwave.testing.shapes import Shape
 
@@ -22,6 +23,9 @@ OPERANDS: dict[str, dict[str, Any]] = {
     "mxfp8": {"a_format": "mxfp8_e4m3", "b_format": "mxfp8_e5m2"},
     "blocks": {"a_format": "fp8_1x128", "b_format": "fp8_128x128"},
     "mxfp4": {"a_format": "mxfp4", "b_format": "mxfp4"},
+    "fp8 preshuffled": {"a_format": "fp8_row", "b_format": "fp8_row", "preshuffled": True},
+    "mxfp8 preshuffled": {"a_format": "mxfp8_e4m3", "b_format": "mxfp8_e5m2", "preshuffled": True},
+    "blocks preshuffled": {"a_format": "fp8_1x128", "b_format": "fp8_128x128", "preshuffled": True},
 }
 
 
@@ -33,24 +37,29 @@ def case_of(arch: str, precision: str, layout: str, shape: Shape) -> GemmCase:
 
 def kernels(arch: str) -> Iterator[tuple[str, str, GemmConfig]]:
     """(precision, layout, config) of every GEMM kernel that arch has."""
-    for precision in OPERANDS:
-        for layout in LAYOUTS if precision != "blocks" else LAYOUTS[:1]:
+    for precision, operands in OPERANDS.items():
+        only_tn = operands.get("a_format") == "fp8_1x128" or "preshuffled" in operands
+        for layout in LAYOUTS[:1] if only_tn else LAYOUTS:
             problem = case_of(arch, precision, layout, Shape("any", 256, 256, 1024)).problem
             if why_unsupported(problem, None, arch) is None:
                 for config in candidates_for(problem, arch):
                     yield precision, layout, config
 
 
-def pipeline(config: GemmConfig) -> Shape:
+def pipeline(config: GemmConfig, precision: str) -> Shape:
     """Two tiles in M, one in N, more K steps than there are stages; tails in all three where the tile is small."""
     cut = 0 if config.tile_m >= 128 else 5
     rows = config.tile_m if config.tile_m >= 128 else 2 * config.tile_m
+    if "preshuffled" in OPERANDS[precision]:
+        # Two and a half rounds of b's registers.
+        return Shape("pipeline", rows - cut, config.tile_n - 16, 1344)
     return Shape("pipeline", rows - cut, config.tile_n - cut, 6 * config.tile_k - 3 * cut)
 
 
 def launch(case: GemmCase, arch: str, config: GemmConfig | None = None) -> torch.Tensor:
     """The case's product, float32; call it inside sim.session(arch, ...)."""
     a, b = case.operands()
+    weights = preshuffle(b) if case.preshuffled else b
     out = torch.full((case.shape.M, case.shape.N), float("nan"))
     arguments = dict.fromkeys(
         (
@@ -66,7 +75,7 @@ def launch(case: GemmCase, arch: str, config: GemmConfig | None = None) -> torch
         )
     )
     args, _ = _arguments(
-        a=a, b=b, trans_a=case.layout == "NT", trans_b=case.layout == "TN", alpha=1.0, accumulate=False, out=out,
+        a=a, b=weights, trans_a=case.layout == "NT", trans_b=case.layout == "TN", alpha=1.0, accumulate=False, out=out,
         out_direction="rowwise", out_scale_rule="floor", batch_invariant=case.batch_invariant, fast_accum=False,
         **arguments,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from fourwave.backends import registry
 from fourwave.backends.flydsl import describe_amd_gemm
 from fourwave.cli import check_mxfp4
-from fourwave.ops.gemm.config import FLOAT8, GemmConfig, candidates_for, default_config
+from fourwave.ops.gemm.config import FLOAT8, GemmConfig, candidates_for, default_config, why_unsupported
 from fourwave.ops.gemm.problem import FP8, MXFP8
 from fourwave.quantize import FORMATS
 from fourwave.testing import grouped_cases
@@ -104,6 +104,7 @@ def gemm_rows(arch: str, layouts: Sequence[str], precisions: Sequence[str], full
     epilogue  bias, activation, alpha; adding to the output; the preactivation, the bias gradient; swiglu
     quantized results: given a scale, and MX in both directions
     batch     rows that may not depend on their number
+    preshuffled  8-bit weights in the order that the matrix instruction reads
     """
     tails = by_name("tail all")
     for layout in layouts:
@@ -129,6 +130,32 @@ def gemm_rows(arch: str, layouts: Sequence[str], precisions: Sequence[str], full
                         for shape in (by_name("even"), tails):
                             yield Planned("outputs", replace(base, shape=shape, out_dtype=out_dtype))
                 yield from epilogues(base, full or layout == layouts[0])
+            if layout == "TN":
+                yield from preshuffled_rows(arch, precision, full, seed)
+
+
+def preshuffled_rows(arch: str, precision: str, full: bool, seed: int) -> Iterator[Planned]:
+    """The same weights preshuffled, which need N % 16 == 0 and K % 64 == 0: tails of tiles beyond that, every tile, some epilogues."""
+    shape = Shape("tails of tiles", 77, 144, 704)
+    shapes = (shape, Shape("M = 1", 1, 192, 256), Shape("K = 64", 17, 272, 64), Shape("long K", 5, 32, 8256))
+    for number, operands in enumerate(operand_pairs(arch, precision)):
+        base = GemmCase(shape, seed=seed, preshuffled=True, **operands)
+        if precision in PLAIN or why_unsupported(base.problem, None, arch) is not None:
+            return
+        for each in shapes[: None if number in (0, 4, 5) or full else 1]:
+            yield Planned("preshuffled", replace(base, shape=each))
+        for config in candidates_for(base.problem, arch) if number in (0, 5) or full else ():
+            if default_config(base.problem, arch)[0] != config:
+                yield Planned("preshuffled", base, config)
+        if number:
+            continue
+        for case in (
+            replace(base, bias_dtype=torch.float32, activation="gelu", accumulate=True, out_dtype=torch.float32),
+            replace(base, activation="swiglu", preactivation=torch.bfloat16),
+            replace(base, out_format="mxfp8_e4m3", out_direction="both"),
+            replace(base, batch_invariant=True, out_format="fp8_e4m3"),
+        ):
+            yield Planned("preshuffled", case)
 
 
 def operand_pairs(arch: str, precision: str) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,115 @@
+"""Every GEMM kernel that the AMD backends have: its main loop's accesses, spills and LDS bank conflicts.
+
+Operands move 16 bytes a lane: global loads always; LDS writes always; LDS reads where K is contiguous. Where it is not, a read is as
+wide as the machine has it: ds_read_b64_tr_* on gfx950, a lane's neighbouring columns on gfx942 (and of 32 bits on both). Block
+scales are a few bytes for each row; they are counted apart.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import Any
+
+import launches
+import pytest
+
+from fourwave import sim
+from fourwave.ops.gemm.config import (
+    ARCHS,
+    GemmConfig,
+    brings_scales,
+    dequantizes,
+    geometry,
+    in_halves,
+    multiplied_bytes,
+    shuffled_ahead,
+)
+from fourwave.ops.gemm.problem import GemmProblem
+from fourwave.perf import isa
+from fourwave.testing.shapes import Shape
+
+KERNELS = [(arch, *kernel) for arch in ARCHS for kernel in launches.kernels(arch) if kernel[0] != "mxfp4"]
+# One that is quick to compile here, a few for the simulator; test_isa.py has the largest tiles. All of them is a long test.
+COMPILED = [("gfx950", "mxfp8 preshuffled", "TN", 16)]
+SIMULATED = [
+    ("gfx950", "fp8 preshuffled", "TN", 32),
+    ("gfx950", "mxfp8", "NT", 64),
+    ("gfx942", "fp8 preshuffled", "TN", 32),
+    ("gfx942", "fp32", "NN", 64),
+]
+
+
+def parameters(quick: list[tuple[str, str, str, int]]) -> list[Any]:
+    long = (pytest.mark.slow, pytest.mark.exhaustive)
+    return [
+        pytest.param(
+            arch, precision, layout, config, id=f"{arch}-{precision}-{layout}-{config.tile_m}x{config.tile_n}",
+            marks=() if (arch, precision, layout, config.tile_m) in quick else long,
+        )
+        for arch, precision, layout, config in KERNELS
+    ]  # fmt: skip
+
+
+def problem_of(arch: str, precision: str, layout: str) -> GemmProblem:
+    return launches.case_of(arch, precision, layout, Shape("", 4096, 4096, 4096)).problem
+
+
+def accesses(kernel: isa.CompiledKernel, pattern: str) -> list[str]:
+    """Instructions of the main loop, operands included."""
+    lines = kernel.text.splitlines()
+    loops = [(first, last) for first, last in isa._loops(lines)]
+    bodies = [lines[first : last + 1] for first, last in loops]
+    body = max(bodies, key=lambda body: sum("v_mfma" in line for line in body))
+    return [line.strip() for line in body if re.match(rf"\s+{pattern}", line)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
+@pytest.mark.parametrize(("arch", "precision", "layout", "config"), parameters(COMPILED))
+def test_accesses_and_spills(arch: str, precision: str, layout: str, config: GemmConfig) -> None:
+    problem = problem_of(arch, precision, layout)
+    kernel = isa.compile_isa(problem, config, arch)
+    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+    size, ahead = multiplied_bytes(problem, arch), shuffled_ahead(config) if problem.b_preshuffled else 0
+    geo = geometry(config, layout, size, arch, brings_scales(problem, arch), b_ahead=ahead)
+    tiles = 2 if in_halves(config, size, arch) else geo.tiles_per_step
+    loads = accesses(kernel, "(buffer|global|flat)_load")
+    wide = [line for line in loads if line.startswith("buffer_load_dwordx4")]
+    operand_loads = tiles * (geo.a.loads + geo.b_loads)
+    if dequantizes(problem, arch):
+        assert len(wide) >= operand_loads // 2  # codes; where K is not contiguous, scales of 16 columns too
+        assert all(re.match("buffer_load_(dwordx4|ubyte)", line) for line in loads)
+    elif arch == "gfx942":
+        # What is not wide are float32 scales, one for each row, or 128 rows, and 128 k.
+        assert len(wide) == operand_loads
+        assert len(loads) - len(wide) == (
+            0 if problem.a_scaling != "1x128" else (geo.frags_m + 1) * (tiles * config.tile_k // 128)
+        )
+    else:
+        assert len(loads) == len(wide), loads
+        assert len([line for line in wide if "lds" not in line]) == (tiles * geo.b_loads if ahead else 0)
+    assert all(line.startswith("ds_write_b128") for line in accesses(kernel, "ds_write"))
+    reads = kernel.main_loop.lds_reads
+    contiguous = [(geo.frags_m, geo.a), (geo.frags_n, geo.b)][: 1 if ahead else 2]
+    fragment_reads = sum(frags for frags, tile in contiguous if tile.k_contiguous)
+    per_fragment = geo.a.fragment_bytes // 16 * tiles * geo.num_slices
+    assert reads.get("ds_read_b128", 0) == fragment_reads * per_fragment
+    narrow = {op for op in reads if op != "ds_read_b128"}
+    if layout == "TN":
+        # Scales only.
+        known = {"1x32": {"ds_read_u8"}, "1x128": {"ds_read_b32", "ds_read2_b32", "ds_read2st64_b32"}}
+        assert narrow <= known.get(problem.a_scaling or "", set()) and (arch == "gfx950" or not narrow)
+    elif arch == "gfx950" and size < 4:
+        assert narrow <= {f"ds_read_b64_tr_b{8 * size}", *(["ds_read_u8"] if problem.a_scaling == "1x32" else [])}
+
+
+@pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
+@pytest.mark.parametrize(("arch", "precision", "layout", "config"), parameters(SIMULATED))
+def test_no_bank_conflicts(arch: str, precision: str, layout: str, config: GemmConfig) -> None:
+    """The simulator's count of LDS cycles of the whole kernel is the least that its reads can take."""
+    case = launches.case_of(arch, precision, layout, launches.pipeline(config, precision))
+    with sim.session(arch, on_finding="raise", count_bank_conflicts=True, threads=1) as report:
+        launches.launch(case, arch, config)
+    for launch in report.launches:
+        counters = launch.counters
+        assert counters["lds_read_cycles"] == counters["lds_read_cycles_ideal"] > 0
