@@ -66,6 +66,13 @@ REDUNDANT: tuple[Redundant, ...] = (
         r"gfx950 gemm (mxfp8|blocks) ",
         "the stage's k is no multiple of SCALE_K: the copy brings zeros to a place that nothing reads, for a constant number of copies a step",
     ),
+    Redundant(
+        "vmcnt one higher",
+        "cdna4.py",
+        "wait_loads(in_flight=sum(loads_of(tile - d)",
+        r"gfx950 grouped .* preshuffled ",
+        "only the first tiles after the prologue need this count: later the weights of tile k, loaded fewer tiles ahead than a, are in flight, too",
+    ),
 )
 
 
@@ -104,7 +111,7 @@ def record(call: KernelCall) -> dict[str, Any]:
             "fault": o.fault,
             "kernel": o.kernel,
             "lines": [f"{Path(file).name}:{line}" for file, line in ((o.file, o.line), *o.stack)],
-            "text": linecache.getline(o.file, o.line).strip(),
+            "text": linecache.getline(*(o.stack or [(o.file, o.line)])[-1]).strip(),
             "reason": why_redundant(full_name(call), o),
         }
         for o in outcomes

@@ -106,7 +106,9 @@ def test_an_output_is_filled_by_all_launches_of_a_session_together(fill):
         fill(y, 100, 256)
     assert not report.findings
     with sim.session() as report:
-        sim.active_session().expect_written(y[:100])
+        session = sim.active_session()
+        assert session is not None
+        session.expect_written(y[:100])
         fill(y, 0, 99)
         fill(y, 100, 256)
     assert "1 of 100 elements" in only(report).message and "(99,)" in only(report).message

@@ -166,7 +166,9 @@ def build(spec):
                     reads = fragments_a.reads + (0 if direct_b else fragments_b.reads)
                     if last:
                         wait_lds()
-                        # In flight: tiles k + 1 .. k + num_stages - 1. All but the oldest may stay so.
+                        # In flight: tiles k + 1 .. k + num_stages - 1. All but the oldest may stay so. Preshuffled weights are loaded
+                        # fewer tiles ahead than a: the first tiles after the prologue need this count; later ones could leave 2 *
+                        # frags_n more in flight, the weights of tile k, which this step uses anyway.
                         wait_loads(in_flight=sum(loads_of(tile - d) for d in range(1, geo.num_stages - 1)))
                         barrier()
                         keep_order()
