@@ -16,6 +16,8 @@ from fourwave.ops.gemm import sm90_launch
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
     from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+    from fourwave.ops.grouped_gemm.config import GroupedConfig
+    from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
     from fourwave.quantize.problem import QuantizeProblem, QuantizeTensors
 
 CAPABILITY = (9, 0)
@@ -118,3 +120,34 @@ class HopperBackend(Backend):
             return quantize_launch.run(problem, x, scale)
         with torch.cuda.device(x.device):
             return quantize_launch.run(problem, x, scale)
+
+    def why_grouped_unsupported(self, problem: GroupedProblem, config: GroupedConfig | None) -> str | None:
+        if problem.device_type != "cuda":
+            return f"the operands are on the {problem.device_type.upper()}, not on a Hopper GPU"
+        if not _is_hopper(torch.cuda.current_device()):
+            return f"the current device is a {torch.cuda.get_device_name()}; there are kernels for Hopper"
+        from fourwave.ops.grouped_gemm import sm90_config
+
+        return sm90_config.why_unsupported(problem, config)  # type: ignore[arg-type]
+
+    def describe_grouped_gemm(self, problem: GroupedProblem, config: GroupedConfig | None) -> Description:
+        from fourwave.ops.grouped_gemm.sm90_config import default_config
+
+        reasons = ["config given by the caller"]
+        chosen: object = config
+        if config is None:
+            chosen, reasons = default_config(problem)
+        swapped = getattr(chosen, "schedule", None) == "swapped"
+        kernel = f"ops/grouped_gemm/sm90{'_swapped' if swapped else ''}.py"
+        return Description(kernel, ARCH, chosen, list(reasons))  # type: ignore[arg-type]
+
+    def run_grouped_gemm(
+        self, problem: GroupedProblem, config: GroupedConfig | None, tensors: GroupedTensors
+    ) -> list[str]:
+        from fourwave.ops.grouped_gemm import sm90_launch as grouped_launch
+
+        device = tensors.a.device
+        if device.index == torch.cuda.current_device():
+            return grouped_launch.run(problem, config, tensors)  # type: ignore[arg-type]
+        with torch.cuda.device(device):
+            return grouped_launch.run(problem, config, tensors)  # type: ignore[arg-type]

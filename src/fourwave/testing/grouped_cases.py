@@ -89,6 +89,7 @@ class GroupedCase:
     sliced: bool = False
     seed: int = 0
     config: GroupedConfig | None = None
+    u_acc: float = bounds.U_FP32  # of the accumulator, see bounds.gemm_bound
     like_plain: bool = False  # preshuffled: the product of the weights in plain order has the same bits
 
     @property
@@ -273,10 +274,12 @@ class GroupedCase:
             span, start = slice(start, start + size), start + size
             if self.kind == "wgrad":
                 more: dict[str, Any] = {"addend": None if addend is None else addend[g]}
-                parts.append(bounds.gemm_bound(a[span].mT, b[span].mT, self.written, scaled=scaled, **more))
+                parts.append(
+                    bounds.gemm_bound(a[span].mT, b[span].mT, self.written, scaled=scaled, u_acc=self.u_acc, **more)
+                )
             else:
                 more = {"bias": None if bias is None else bias[g]}
-                parts.append(bounds.gemm_bound(a[span], b[g], self.written, scaled=scaled, **more))
+                parts.append(bounds.gemm_bound(a[span], b[g], self.written, scaled=scaled, u_acc=self.u_acc, **more))
         if self.kind == "wgrad":
             return torch.stack(parts)
         parts.append(torch.full((self.extra, b.shape[1]), torch.finfo(torch.float32).tiny, dtype=torch.float64))

@@ -312,10 +312,12 @@ def _check_choice(args: GroupedArguments) -> None:
         )
     if args.config is not None:
         from fourwave.ops.grouped_gemm.config import GroupedConfig
+        from fourwave.ops.grouped_gemm.sm90_config import HopperGroupedConfig
 
-        if not isinstance(args.config, GroupedConfig):
+        if not isinstance(args.config, (GroupedConfig, HopperGroupedConfig)):
             raise ValueError(
-                f"config is {args.config!r}; it must be a fourwave.ops.grouped_gemm.config.GroupedConfig or None"
+                f"config is {args.config!r}; it must be a fourwave.ops.grouped_gemm.config.GroupedConfig (AMD), a "
+                "sm90_config.HopperGroupedConfig of the same folder, or None"
             )
 
 

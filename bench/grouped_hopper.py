@@ -1,0 +1,395 @@
+"""Time the Hopper grouped GEMM (FP8, 1x128 with 128x128 scales) against what users have today, and write a record.
+
+    python bench/grouped_hopper.py --suite published --out record.json
+    python bench/grouped_hopper.py --suite sweep --sizes skewed
+    python bench/grouped_hopper.py --suite published --configs all         # every candidate, to see what the default misses
+    python bench/grouped_hopper.py --deep-gemm --triton fp8_groupwise_grouped_gemm.py
+
+--deep-gemm  DeepGEMM's contiguous kernel, rows of each group padded to 128 beforehand, and its masked one; their scales are laid
+             out beforehand, and the copies that lay out operands are not in their times
+--triton     a file with MSLK's Triton kernel (matmul_f8f8bf16_groupwise_grouped), autotuned over the tiles in TRITON_TILES
+
+Every variant is checked first: every element against float64 with the bound of fourwave.testing, in a poisoned output. One that
+fails prints no speed. A sample is one CUDA-event interval around the replay of enough captured calls to last about a
+millisecond; the variants take turns, each round in another order. Operands are rotated among sets that together exceed twice the
+L2 cache. floor: the larger of the bytes that must move over the copy rate, and the operations over the FP8 peak, both of --rates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import itertools
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from gemm_hopper import machine, time_interleaved
+
+import fourwave as fw
+from fourwave.ops.grouped_gemm import sm90_config, sm90_launch
+from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
+from fourwave.ops.grouped_gemm.sm90_config import HopperGroupedConfig
+from fourwave.testing import bounds
+from fourwave.testing.grouped_cases import group_scales
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+GROUPS = 8
+# Rows of all groups, N, K of the rows published with MSLK's kernels.
+PUBLISHED = (
+    (32, 1280, 8192), (128, 1280, 8192), (1024, 2048, 7168), (16384, 2048, 7168), (1024, 7168, 2304), (16384, 7168, 2304),
+    (32, 7168, 8192), (128, 7168, 8192), (1, 8192, 1024), (128, 8192, 1024), (32, 8192, 3584), (128, 8192, 3584),
+    (32, 13312, 6656), (128, 13312, 6656), (32, 13312, 16384), (128, 13312, 16384), (32, 16384, 6656), (128, 16384, 6656),
+)  # fmt: skip
+WEIGHTS = (
+    (1280, 8192), (2048, 7168), (7168, 2304), (7168, 8192), (8192, 1024), (8192, 3584), (13312, 6656), (13312, 16384), (16384, 6656),
+)  # fmt: skip
+SWEEP = tuple((m, n, k) for n, k in WEIGHTS for m in (1, 32, 128, 1024, 4096, 16384) if m * n * k < 3e12)
+DECODE = tuple((g, g * rows, 2048, 7168) for g in (1, 32, 128, 256) for rows in (1, 4, 16, 64))
+SKEW = (
+    4, 1026, 1799, 166, 694, 753, 0, 16, 0, 240, 1119, 19, 6, 0, 46, 659, 10, 0, 112, 808, 181, 0, 28, 22, 90, 0, 176, 0, 37, 5, 10,
+    22,
+)  # fmt: skip
+TRITON_TILES = (
+    (16, 32, 4, 4),
+    (16, 64, 4, 4),
+    (32, 64, 4, 4),
+    (64, 64, 4, 4),
+    (64, 128, 4, 4),
+    (128, 128, 8, 3),
+    (128, 256, 8, 3),
+)
+
+
+def even(groups: int, rows: int) -> list[int]:
+    return [rows // groups + (g < rows % groups) for g in range(groups)]
+
+
+def skewed(groups: int, rows: int, seed: int = 0) -> list[int]:
+    """Shares of a random walk over powers of two: some groups empty, one with a third of the rows or so."""
+    source = random.Random(seed)
+    weights = [2.0 ** source.uniform(-6, 2) if source.random() > 0.15 else 0.0 for _ in range(groups)]
+    weights[0] += 1e-9
+    cuts = [0.0]
+    for weight in weights:
+        cuts.append(cuts[-1] + weight)
+    edges = [round(rows * cut / cuts[-1]) for cut in cuts]
+    return [b - a for a, b in itertools.pairwise(edges)]
+
+
+class Operands:
+    """One set of operands for sizes, N and K."""
+
+    def __init__(self, sizes: list[int], N: int, K: int) -> None:
+        M, G = sum(sizes), len(sizes)
+        self.sizes, self.N, self.K, self.M, self.G = sizes, N, K, M, G
+        self.a = torch.randn(M, K, device="cuda", dtype=BF16).to(E4M3)
+        self.b = torch.empty(G, N, K, device="cuda", dtype=E4M3)
+        for g in range(G):
+            self.b[g] = torch.randn(N, K, device="cuda", dtype=BF16).to(E4M3)
+        self.rows_scale = torch.rand(M, K // 128, device="cuda") + 0.5
+        self.a_scale = group_scales(self.rows_scale.cpu(), sizes).cuda()
+        self.b_scale = torch.rand(G, -(-N // 128), K // 128, device="cuda") + 0.5
+        self.m_sizes = torch.tensor(sizes, device="cuda")
+        self.out = torch.empty(M, N, device="cuda", dtype=BF16)
+
+    @property
+    def bytes(self) -> int:
+        """That must move: weights of groups that have rows, rows, scales, out."""
+        used = sum(size > 0 for size in self.sizes)
+        scales = 4 * (self.M * (self.K // 128) + used * self.b_scale[0].numel())
+        return used * self.N * self.K + self.M * (self.K + 2 * self.N) + scales
+
+    def truth(self) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """(rows, exact result, bound) of each group, in parts of at most 2048 rows."""
+        parts, start = [], 0
+        u_acc = bounds.hopper_fp8_u_acc(self.K, True)
+        for g, size in enumerate(self.sizes):
+            for first in range(start, start + size, 2048):
+                rows = slice(first, min(first + 2048, start + size))
+                a = self.a[rows].double() * self.rows_scale[rows].double().repeat_interleave(128, 1)
+                cells = self.b_scale[g].double().repeat_interleave(128, 0)[: self.N].repeat_interleave(128, 1)
+                b = self.b[g].double() * cells
+                parts.append((rows, a @ b.mT, bounds.gemm_bound(a, b, BF16, u_acc=u_acc, scaled=True)))
+            start += size
+        return parts
+
+
+def error(parts: list[tuple[slice, torch.Tensor, torch.Tensor]], out: torch.Tensor) -> float:
+    return max((bounds.error_ratio(out[rows], exact, bound)[0] for rows, exact, bound in parts), default=0.0)
+
+
+def problem_of(x: Operands) -> GroupedProblem:
+    return GroupedProblem(
+        x.G, x.M, x.N, x.K, "rows", "TN", E4M3, E4M3, BF16, device_type="cuda", a_scaling="1x128", b_scaling="128x128",
+        a_scale_layout="groups",
+    )  # fmt: skip
+
+
+class Ours:
+    def __init__(self, sets: list[Operands], config: HopperGroupedConfig | None) -> None:
+        self.sets, self.config, self.problem = sets, config, problem_of(sets[0])
+        self.out = sets[0].out
+
+    def __call__(self, turn: int) -> None:
+        x = self.sets[turn % len(self.sets)]
+        tensors = GroupedTensors(x.a, x.b, x.m_sizes, self.out, None, x.a_scale, x.b_scale)
+        sm90_launch.run(self.problem, self.config, tensors)
+
+    def result(self) -> torch.Tensor:
+        return self.out
+
+
+class Triton:
+    def __init__(self, sets: list[Operands], module: Any) -> None:
+        self.sets, self.module = sets, module
+        self.out = torch.empty_like(sets[0].out)
+        self.scales = [x.b_scale.mT.contiguous() for x in sets]
+        kernel = module._f8f8bf16_groupwise_grouped_kernel
+        kernel.cache.clear()
+
+    def __call__(self, turn: int) -> None:
+        i = turn % len(self.sets)
+        x = self.sets[i]
+        scale = x.a_scale.view(x.M, -1)
+        self.module.matmul_f8f8bf16_groupwise_grouped(x.a, x.b, scale, self.scales[i], x.m_sizes, self.out)
+
+    def result(self) -> torch.Tensor:
+        return self.out
+
+
+class DeepGemm:
+    """Contiguous: rows of each group padded to 128; masked: a buffer of equal height for each group."""
+
+    def __init__(self, sets: list[Operands], library: Any, masked: bool) -> None:
+        self.library, self.masked, self.sets = library, masked, sets
+        x = sets[0]
+        self.operands = []
+        high = -(-max(x.sizes) // 128) * 128
+        layout = library.utils.layout.get_mn_major_tma_aligned_tensor
+        for x in sets:
+            if masked:
+                a = torch.zeros(x.G, high, x.K, device="cuda", dtype=E4M3)
+                scale = torch.zeros(x.G, high, x.K // 128, device="cuda")
+            else:
+                padded = [-(-size // 128) * 128 for size in x.sizes]
+                a = torch.zeros(sum(padded), x.K, device="cuda", dtype=E4M3)
+                scale = torch.zeros(sum(padded), x.K // 128, device="cuda")
+                groups = torch.full((sum(padded),), -1, device="cuda", dtype=torch.int32)
+            start = place = 0
+            self.places = []
+            for g, size in enumerate(x.sizes):
+                rows, own = slice(start, start + size), slice(place, place + size)
+                if masked:
+                    a[g, :size], scale[g, :size] = x.a[rows], x.rows_scale[rows]
+                    self.places.append((g, slice(0, size)))
+                else:
+                    a[own], scale[own] = x.a[rows], x.rows_scale[rows]
+                    groups[place : place + padded[g]] = g
+                    self.places.append((g, own))
+                    place += padded[g]
+                start += size
+            last = torch.tensor(x.sizes, device="cuda", dtype=torch.int32) if masked else groups
+            self.operands.append((a, layout(scale), x.b, x.b_scale, last))
+        self.out = torch.zeros((x.G, high, x.N) if masked else (sum(padded), x.N), device="cuda", dtype=BF16)
+        self.expected = max(1, -(-x.M // x.G))
+
+    def __call__(self, turn: int) -> None:
+        a, a_scale, b, b_scale, last = self.operands[turn % len(self.operands)]
+        if self.masked:
+            self.library.fp8_m_grouped_gemm_nt_masked((a, a_scale), (b, b_scale), self.out, last, self.expected)
+        else:
+            self.library.m_grouped_fp8_gemm_nt_contiguous((a, a_scale), (b, b_scale), self.out, last)
+
+    def result(self) -> torch.Tensor:
+        return torch.cat([self.out[g, rows] if self.masked else self.out[rows] for g, rows in self.places])
+
+
+def load_triton(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location("mslk_triton", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    import triton
+
+    module._f8f8bf16_groupwise_grouped_kernel.configs = [
+        triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": 128}, num_warps=warps, num_stages=stages)
+        for m, n, warps, stages in TRITON_TILES
+    ]
+    return module
+
+
+def measure(sizes: list[int], N: int, K: int, args: Any, peers: dict[str, Any], l2_bytes: int) -> dict[str, Any]:
+    first = Operands(sizes, N, K)
+    sets = [first] + [Operands(sizes, N, K) for _ in range(min(16, 2 * l2_bytes // max(1, first.bytes)))]
+    problem = problem_of(first)
+    default = sm90_config.default_config(problem)[0]
+    variants: dict[str, Any] = {"ours": Ours(sets, None)}
+    if args.configs == "all":
+        for config in sm90_config.candidates(problem):
+            variants[str(config)] = Ours(sets, config)
+    failed: dict[str, str] = {}
+    for name, make in peers.items():
+        try:
+            variants[name] = make(sets)
+            variants[name](0)
+            torch.cuda.synchronize()
+        except Exception as problem_with:  # a peer that refuses a shape is reported, not measured
+            failed[name] = str(problem_with)[:200]
+            variants.pop(name, None)
+    truth = first.truth()
+    wrong = {}
+    for name, variant in list(variants.items()):
+        variant.out.fill_(float("nan"))
+        variant(0)
+        ratio = error(truth, variant.result())
+        if not ratio <= 1:
+            wrong[name] = ratio
+            del variants[name]
+    del truth
+    times = time_interleaved(variants, args.samples) if variants else {}
+    flops = 2 * first.M * N * K
+    floor = max(first.bytes / args.rates[0], flops / args.rates[1])
+    return {
+        "sizes": sizes, "N": N, "K": K, "config": str(default), "bytes": first.bytes, "flops": flops, "floor": floor, "wrong": wrong,
+        "refused": failed, "seconds": times, "median": {name: statistics.median(t) for name, t in times.items()},
+    }  # fmt: skip
+
+
+def shown(row: dict[str, Any], every: bool) -> str:
+    median = row["median"]
+    names = ("ours", "triton", "deepgemm", "deepgemm masked")
+    words = [f"G{len(row['sizes'])} M{sum(row['sizes'])} {row['N']}x{row['K']}", f"floor {row['floor'] * 1e6:.1f}"]
+    words += [f"{name} {median[name] * 1e6:.1f}" for name in names if name in median]
+    peers = [median[name] for name in names[1:] if name in median]
+    if "ours" in median:
+        words.append(f"x{median['ours'] / row['floor']:.2f} of floor")
+        if peers:
+            words.append(f"ratio {min(peers) / median['ours']:.3f}")
+    words.append(row["config"])
+    lines = ["  ".join(words)]
+    lines += [f"   WRONG {name}: {ratio:.3g}" for name, ratio in row["wrong"].items()]
+    lines += [f"   refused {name}: {why}" for name, why in row["refused"].items()]
+    if every:
+        others = sorted((t, name) for name, t in median.items() if name not in names)
+        lines += [f"   {t * 1e6:8.1f}  {name}" for t, name in others]
+    return "\n".join(lines)
+
+
+def rows_of(suite: str, sizes: str) -> list[tuple[list[int], int, int]]:
+    if suite == "decode":
+        return [(even(g, m), n, k) for g, m, n, k in DECODE]
+    if suite == "skew":
+        total = sum(SKEW)
+        return [(s, n, k) for n, k in ((2048, 7168), (7168, 2304)) for s in (list(SKEW), even(len(SKEW), total))]
+    split = skewed if sizes == "skewed" else even
+    return [(split(GROUPS, m), n, k) for m, n, k in (PUBLISHED if suite == "published" else SWEEP)]
+
+
+def compile_all(rows: list[tuple[list[int], int, int]], part: str, every: bool) -> None:
+    """Every k-th kernel that the rows need, into the cache; no GPU is used."""
+    from fourwave.backends import cutedsl_cache
+
+    index, count = (int(word) for word in part.split("/"))
+    specs: dict[Any, None] = {}
+    for sizes, n, k in rows:
+        problem = GroupedProblem(
+            len(sizes), sum(sizes), n, k, "rows", "TN", E4M3, E4M3, BF16, device_type="cuda", a_scaling="1x128", b_scaling="128x128",
+            a_scale_layout="groups",
+        )  # fmt: skip
+        configs = [sm90_config.default_config(problem)[0], *(sm90_config.candidates(problem) if every else ())]
+        for config in configs:
+            specs[sm90_launch.specialise(problem, config)] = None
+    for spec in list(specs)[index::count]:
+        if not (cutedsl_cache.directory() / f"{cutedsl_cache._name(spec)}.o").exists():
+            cutedsl_cache.store(spec, sm90_launch.compile_kernel(spec))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=["published", "sweep", "decode", "skew"], default="published")
+    parser.add_argument("--sizes", choices=["even", "skewed"], default="even", help="of the suites published and sweep")
+    parser.add_argument("--configs", choices=["default", "all"], default="default")
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--deep-gemm", action="store_true")
+    parser.add_argument("--triton", default="")
+    parser.add_argument(
+        "--rates", type=float, nargs=2, default=[4.3e12, 1.5e15], help="copy bytes/s and FP8 operations/s"
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no row after this time")
+    parser.add_argument("--compile", default="", metavar="I/N", help="only compile every N-th kernel, from the I-th")
+    parser.add_argument("--commit", default="", help="commit of the measured tree, for the record")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    shapes = rows_of(args.suite, args.sizes)[:: args.every]
+    if args.compile:
+        compile_all(shapes, args.compile, args.configs == "all")
+        return
+    peers: dict[str, Callable[[list[Operands]], Any]] = {}
+    if args.triton:
+        peers["triton"] = functools.partial(Triton, module=load_triton(args.triton))
+    if args.deep_gemm:
+        deep_gemm = importlib.import_module("deep_gemm")
+        peers["deepgemm"] = functools.partial(DeepGemm, library=deep_gemm, masked=False)
+        peers["deepgemm masked"] = functools.partial(DeepGemm, library=deep_gemm, masked=True)
+    began = time.monotonic()
+    before = machine()
+    l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    torch.manual_seed(0)
+    rows, skipped = [], 0
+    for sizes, n, k in shapes:
+        if time.monotonic() - began > args.seconds:
+            skipped += 1
+            continue
+        rows.append(measure(sizes, n, k, args, peers, l2_bytes))
+        print(shown(rows[-1], args.configs == "all"), flush=True)
+    timed = [row for row in rows if "ours" in row["median"]]
+    against = [
+        min(t for name, t in row["median"].items() if name in peers) / row["median"]["ours"]
+        for row in timed
+        if any(name in peers for name in row["median"])
+    ]
+    summary = {
+        "rows": len(rows),
+        "wrong": sum(bool(row["wrong"]) for row in rows),
+        "median of time over floor": statistics.median(row["median"]["ours"] / row["floor"] for row in timed)
+        if timed
+        else None,
+        "geomean against the best peer": statistics.geometric_mean(against) if against else None,
+        "lowest": min(against, default=None),
+        "wins": sum(ratio >= 1 for ratio in against),
+    }
+    record = {
+        "what": "FP8 grouped GEMM, 1x128 with 128x128 scales, bf16 out: seconds per call, graph replay, operands not in L2",
+        "command": " ".join(["python", "bench/grouped_hopper.py", *sys.argv[1:]]),
+        "commit": args.commit,
+        "device": before,
+        "device_after": machine(),
+        "versions": {
+            "fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda,
+            "nvidia-cutlass-dsl": version("nvidia-cutlass-dsl"), "python": sys.version.split()[0],
+        },
+        "samples": args.samples,
+        "summary": summary,
+        "rows_not_started": skipped,
+        "rows": rows,
+    }  # fmt: skip
+    if args.out:
+        args.out.write_text(json.dumps(record) + "\n")
+    print(json.dumps(summary))
+    if summary["wrong"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,428 @@
+"""Grouped GEMM for Hopper: out[m] = scale_a[m] * scale_b[g, n] * a[m] @ b[g].T (+ bias[g]) for every row m of group g.
+
+a       [M, K], K contiguous, the rows of all groups one after another
+b       [G, N, K] or [G, K, N] (16-bit types), the inner dimension contiguous
+m_sizes [G] int32 or int64, rows of each group, which only the device knows
+scale_* "1x128" of a with "128x128" of b, multiplied in by block of 128 k (`promote`); else of tensors, a's rows, b's columns
+
+A CTA has one producer warp (in a warpgroup, which gives its registers away) and two consumer warpgroups. Tiles have 128 or 256
+rows (`halves` of 128, 64 for each consumer) of one group; they are numbered group by group (blocks.cutedsl.groups), in a group in
+bands (blocks.cutedsl.schedule). Cluster c takes tiles c, c + clusters, ... The CTAs of a cluster have tiles side by side, and each
+loads its share of a's rows for both. A tile's rows past its group's end belong to a neighbour: they are multiplied, each by
+itself, and not stored; a second half that has no row of the group is neither loaded nor multiplied.
+
+Producer, for every tile and k step: wait until the stage is empty, TMA all tiles into it, copy the scales of a's rows and b's
+cells with cp.async, whose arrival counts at the same barrier.
+Consumer: for every half issue the products of a stage, wait for them, and with `promote` add them, times their scales, to float32
+sums; meanwhile the other consumer's products run.
+
+Barriers
+  full    1 arrival, which announces TMA's bytes, and with scales one for each of the producer's lanes
+  empty   of each consumer warp of each CTA of the cluster
+  named   1 + i: the threads of consumer i, around its output buffer
+          BEHIND: of tiles of two halves, consumer 1 starts when consumer 0's first products are there, so that one adds while
+          the other's products run
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from fourwave.blocks.cutedsl import groups
+from fourwave.blocks.cutedsl import mma as mma_block
+from fourwave.blocks.cutedsl.loaders import TmaLoader
+from fourwave.blocks.cutedsl.mma import WARPGROUP
+from fourwave.blocks.cutedsl.rows_store import RowsStore
+from fourwave.blocks.cutedsl.schedule import tile_of
+from fourwave.blocks.cutedsl.stacked import BlockScales, StackedLoader, partition_from
+
+HALF = 128  # rows of both consumers
+ROWS = 64  # of one
+CELL = 128  # rows of b and k that share a scale
+SMEM_ALIGN = 1024
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+BEHIND = 4  # a named barrier
+
+
+@dataclass(frozen=True)
+class GroupedGemm:
+    """One specialisation: __call__ is the launcher, kernel the device code.
+
+    halves      of 128 rows in a tile; loader_a brings one at a time
+    share       CTAs of a cluster
+    groups      that the table has room for, a multiple of 32
+    by_group    a's scales of blocks are in blocks of groups (GroupedProblem.a_scale_layout)
+    vector      N, rows of out and their starts are multiples of 16 bytes
+    """
+
+    halves: int
+    tile_n: int
+    num_stages: int
+    share: int
+    groups: int
+    loader_a: TmaLoader
+    loader_b: StackedLoader
+    out_dtype: type
+    bias_dtype: type | None
+    a_scaling: str | None
+    b_scaling: str | None
+    by_group: bool
+    promote: bool
+    vector: bool
+    overlap: bool
+
+    @property
+    def blocks(self) -> bool:
+        return self.a_scaling == "1x128"
+
+    @property
+    def cell_columns(self) -> int:
+        """Columns of a tile that surely share a scale."""
+        return CELL if self.tile_n % CELL == 0 else CELL // 2
+
+    @property
+    def scales(self) -> BlockScales:
+        return BlockScales(HALF * self.halves, self.tile_n // self.cell_columns)
+
+    @property
+    def writer(self) -> RowsStore:
+        return RowsStore(self.out_dtype, self.bias_dtype, self.b_scaling == "row", self.vector)
+
+    @cute.jit
+    def __call__(
+        self, a: cute.Pointer, b: cute.Pointer, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer,
+        scale_b: cute.Pointer, sizes: cute.Pointer, G: Int32, M: Int32, N: Int32, K: Int32, a_stride: Int64, b_stride: Int64,
+        b_matrix: Int64, out_stride: Int64, scale_g: Int32, scale_n: Int32, scale_k: Int32, clusters: Int32, band: Int32,
+        stream: cuda.CUstream,
+    ):  # fmt: skip
+        """*_stride: elements between stored rows; b_matrix: between b's matrices; scale_*: strides of b's scales;
+        band: tiles side by side along a group's rows that are walked through together, see tile_of."""
+        tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
+        tma_b, coordinates_b = self.loader_b.tma(self.loader_b.stack(b, N, K, G, b_stride, b_matrix))
+        self.kernel(
+            tma_a, coordinates_a, tma_b, coordinates_b, out, bias, scale_a, scale_b, sizes, G, M, N, K, out_stride,
+            scale_g, scale_n, scale_k, band,
+        ).launch(
+            grid=(clusters * self.share, 1, 1),
+            block=(3 * WARPGROUP, 1, 1),
+            cluster=(self.share, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=self.overlap,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
+        out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer,
+        G: Int32, M: Int32, N: Int32, K: Int32, out_stride: Int64, scale_g: Int32, scale_n: Int32, scale_k: Int32,
+        band: Int32,
+    ):  # fmt: skip
+        loader_a, loader_b, share, halves, writer = self.loader_a, self.loader_b, self.share, self.halves, self.writer
+        tile_m = HALF * halves
+        thread = cute.arch.thread_idx()[0]
+        lane = thread % 32
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if cutlass.const_expr(self.overlap):
+            cute.arch.griddepcontrol_launch_dependents()
+        layout_a, layout_b = loader_a.smem_layout(), loader_b.smem_layout()
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, self.num_stages]
+            empty: cute.struct.MemRange[Int64, self.num_stages]
+            row_end: cute.struct.MemRange[Int32, self.groups]
+            tile_end: cute.struct.MemRange[Int32, self.groups + 32]
+            a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
+            b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, cute.cosize(layout_b)], SMEM_ALIGN]
+            scales: cute.struct.Align[
+                cute.struct.MemRange[Float32, self.num_stages * self.scales.pitch if self.blocks else 4], 16
+            ]
+            out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, 2 * writer.elements], 16]
+
+        storage = SmemAllocator().allocate(Storage)
+        smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
+        smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
+        scales = storage.scales.data_ptr()
+        if thread == 0:
+            for i in cutlass.range_constexpr(self.num_stages):
+                cute.arch.mbarrier_init(full + i, 33 if self.blocks else 1)
+                cute.arch.mbarrier_init(empty + i, 8 * share)
+        cute.arch.mbarrier_init_fence()
+        if warp == 0:
+            cpasync.prefetch_descriptor(tma_a)
+            cpasync.prefetch_descriptor(tma_b)
+        cute.arch.griddepcontrol_wait()
+        tiles_n = cute.ceil_div(N, self.tile_n * share)  # of clusters
+        if warp == 0:
+            groups.build(sizes, G, M, tile_m, tiles_n, row_end, tile_end, lane)
+        rank = Int32(0)
+        if cutlass.const_expr(share > 1):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.barrier()
+
+        k_tiles = cute.ceil_div(K, loader_b.tile_k)
+        num_tiles = tile_end[G - 1]
+        clusters = cute.arch.grid_dim()[0] // share
+        tile = cute.arch.block_idx()[0] // share
+        g = Int32(0)
+
+        warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        if warpgroup_index == 0:
+            # Producer.
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp == 0:
+                shared_b, global_b = loader_b.partition_stack(tma_b, coordinates_b, smem_b, 0)
+                mask_a = None
+                if cutlass.const_expr(share > 1):
+                    mask_a = cutlass.Int16((1 << share) - 1)
+                write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
+                while tile < num_tiles:
+                    g = groups.find(tile_end, tile, g, lane)
+                    start, end = groups.start_of(row_end, g), row_end[g]
+                    m_tile, n_tile = tile_of(
+                        tile - groups.start_of(tile_end, g), cute.ceil_div(end - start, tile_m), tiles_n, band, "m"
+                    )
+                    row0 = start + m_tile * tile_m
+                    n_tile = n_tile * share + rank
+                    shared_a, global_a = partition_from(loader_a, tma_a, coordinates_a, smem_a, rank, row0)
+                    live = Int32(1)
+                    if cutlass.const_expr(halves == 2):
+                        live = cutlass.min(cute.ceil_div(end - row0, HALF), 2)
+                    along, first, stride = Int32(1), start * k_tiles, k_tiles
+                    if cutlass.const_expr(self.by_group):
+                        along, stride = end - start, Int32(1)
+                    places = self.scales.places(row0, end, start, stride, first, lane)
+                    cell = (n_tile * self.tile_n + lane * self.cell_columns) // CELL
+                    place_b = g * scale_g + cutlass.min(cell, (N - 1) // CELL) * scale_n
+                    for k in cutlass.range(k_tiles, unroll=1):
+                        cute.arch.mbarrier_wait(empty + write.index, write.phase)
+                        barrier = full + write.index
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(
+                                barrier, loader_a.stage_bytes * live + loader_b.stage_bytes
+                            )
+                        cute.copy(
+                            tma_a, global_a[(None, 0, k)], shared_a[(None, write.index * halves)], tma_bar_ptr=barrier,
+                            mcast_mask=mask_a,
+                        )  # fmt: skip
+                        if cutlass.const_expr(halves == 2):
+                            if live == 2:
+                                cute.copy(
+                                    tma_a, global_a[(None, 1, k)], shared_a[(None, write.index * halves + 1)],
+                                    tma_bar_ptr=barrier, mcast_mask=mask_a,
+                                )  # fmt: skip
+                        cute.copy(
+                            tma_b, global_b[(None, n_tile, k, g)], shared_b[(None, write.index)], tma_bar_ptr=barrier
+                        )
+                        if cutlass.const_expr(self.blocks):
+                            self.scales.copy(
+                                scales, write.index, scale_a, places, along * k, scale_b, place_b, barrier, lane
+                            )
+                            place_b += scale_k
+                        write.advance()
+                    tile += clusters
+        else:
+            # Consumers.
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            consumer = warpgroup_index - 1
+            thread = thread % WARPGROUP
+            mma = mma_block.tiled_mma(loader_a, loader_b, self.tile_n)
+            slice_ = mma.get_slice(0)
+            own_a = cute.local_tile(smem_a, (ROWS, loader_a.tile_k, loader_a.num_stages), (consumer, 0, 0))
+            operand_a = mma.make_fragment_A(slice_.partition_A(own_a))
+            operand_b = mma.make_fragment_B(slice_.partition_B(smem_b))
+            per_half = ROWS * self.tile_n // WARPGROUP
+            total = cute.make_rmem_tensor(per_half * halves, Float32)
+            buffer = storage.out.data_ptr() + consumer * writer.elements
+            stage, phase = Int32(0), Int32(0)
+            while tile < num_tiles:
+                g = groups.find(tile_end, tile, g, lane)
+                start, end = groups.start_of(row_end, g), row_end[g]
+                m_tile, n_tile = tile_of(
+                    tile - groups.start_of(tile_end, g), cute.ceil_div(end - start, tile_m), tiles_n, band, "m"
+                )
+                row0 = start + m_tile * tile_m
+                n0 = (n_tile * share + rank) * self.tile_n
+                total.fill(0.0)
+                if cutlass.const_expr(halves == 2):
+                    if end - row0 > HALF:
+                        stage, phase = self.multiply(
+                            2, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, consumer, thread
+                        )
+                    else:
+                        stage, phase = self.multiply(
+                            1, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, consumer, thread
+                        )
+                else:
+                    stage, phase = self.multiply(
+                        1, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, consumer, thread
+                    )
+                alpha = Float32(1.0)
+                if cutlass.const_expr(self.a_scaling == "tensor"):
+                    alpha = alpha * scale_a[0]
+                if cutlass.const_expr(self.b_scaling == "tensor"):
+                    alpha = alpha * scale_b[g * scale_g]
+                for half in cutlass.range_constexpr(halves):
+                    row = row0 + half * HALF + consumer * ROWS
+                    if row < end:
+                        factors = cute.make_rmem_tensor(2, Float32)
+                        factors.fill(alpha)
+                        if cutlass.const_expr(self.a_scaling == "row"):
+                            for i in cutlass.range_constexpr(2):
+                                own = row + thread // 32 * 16 + lane // 4 + 8 * i
+                                factors[i] = alpha * scale_a[cutlass.min(own, end - 1)]
+                        writer.store(
+                            total, half * per_half, per_half, buffer, out, out_stride, row, end, n0, N, factors,
+                            scale_b + g * N, bias + g * N, thread, 1 + consumer,
+                        )  # fmt: skip
+                tile += clusters
+            groups.clear_rows(
+                out,
+                out_stride,
+                row_end[G - 1],
+                M,
+                N,
+                cute.arch.block_idx()[0] * 8 + warp - 4,
+                cute.arch.grid_dim()[0] * 8,
+            )
+        if cutlass.const_expr(share > 1):
+            # Another CTA may still arrive at this one's barriers, or send into its stages.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def release(self, barrier: cute.Pointer, thread: Int32):
+        """A warp has read a stage: tell the CTAs whose loads reach it."""
+        if cutlass.const_expr(self.share == 1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(barrier)
+        elif thread % 32 < self.share:
+            cute.arch.mbarrier_arrive(barrier, thread % 32)
+
+    @cute.jit
+    def multiply(
+        self, live: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, total: cute.Tensor,
+        a: cute.Tensor, b: cute.Tensor, k_tiles: Int32, scales: cute.Pointer, consumer: Int32, thread: Int32,
+    ):  # fmt: skip
+        """total = a @ b of a tile's first `live` halves; returns the next stage and its phase."""
+        per_half = ROWS * self.tile_n // WARPGROUP
+        # Its own: what one branch sets in it must not be seen in the other.
+        mma = mma_block.tiled_mma(self.loader_a, self.loader_b, self.tile_n)
+        shape = mma.partition_shape_C((ROWS, self.tile_n))
+        if cutlass.const_expr(self.promote):
+            acc = cute.make_rmem_tensor(shape, Float32)
+            factors = cute.make_rmem_tensor((2, live, self.tile_n // self.cell_columns), Float32)
+            behind = Int32(0)
+            if k_tiles < self.num_stages:
+                behind = Int32(-1)  # never: consumer 0 could arrive for two tiles before consumer 1 waits for one
+            for k in cutlass.range(k_tiles, unroll=1):
+                cute.arch.mbarrier_wait(full + stage, phase)
+                self.load_factors(factors, scales, stage, live, consumer, thread)
+                for half in cutlass.range_constexpr(live):
+                    if cutlass.const_expr(self.halves == 2 and half == 0):
+                        if k == behind:
+                            if consumer == 1:
+                                cute.arch.barrier(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
+                    warpgroup.fence()
+                    self.issue(mma, acc, a, b, stage * self.halves + half, stage, True)
+                    warpgroup.wait_group(0)
+                    if cutlass.const_expr(self.halves == 2 and half == 0):
+                        if k == behind:
+                            if consumer == 0:
+                                cute.arch.barrier_arrive(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
+                    if cutlass.const_expr(half == live - 1):
+                        self.release(empty + stage, thread)
+                    self.add(total, half * per_half, acc, factors, half)
+                stage, phase = self.next(stage, phase)
+        else:
+            parts = [
+                cute.make_tensor(total.iterator + half * per_half, cute.make_layout(shape)) for half in range(live)
+            ]
+            warpgroup.fence()
+            cute.arch.mbarrier_wait(full + stage, phase)
+            for half in cutlass.range_constexpr(live):
+                self.issue(mma, parts[half], a, b, stage * self.halves + half, stage, True)
+            last = stage
+            stage, phase = self.next(stage, phase)
+            for _ in cutlass.range(1, k_tiles, unroll=1):
+                cute.arch.mbarrier_wait(full + stage, phase)
+                for half in cutlass.range_constexpr(live):
+                    self.issue(mma, parts[half], a, b, stage * self.halves + half, stage, False)
+                warpgroup.wait_group(live)
+                self.release(empty + last, thread)
+                last = stage
+                stage, phase = self.next(stage, phase)
+            warpgroup.wait_group(0)
+            self.release(empty + last, thread)
+        return stage, phase
+
+    @cute.jit
+    def load_factors(
+        self,
+        factors: cute.Tensor,
+        scales: cute.Pointer,
+        stage: Int32,
+        live: cutlass.Constexpr,
+        consumer: Int32,
+        thread: Int32,
+    ):
+        """factors [2, live, cells]: what a thread's two rows of each half are multiplied by in each cell's columns."""
+        if cutlass.const_expr(self.blocks):
+            base = scales + stage * self.scales.pitch
+            own = consumer * ROWS + thread // 32 * 16 + thread % 32 // 4
+            for c in cutlass.range_constexpr(cute.size(factors, mode=[2])):
+                cell = (base + (HALF * self.halves + c))[0]
+                for half in cutlass.range_constexpr(live):
+                    for i in cutlass.range_constexpr(2):
+                        factors[i, half, c] = (base + (half * HALF + own + 8 * i))[0] * cell
+
+    @cute.jit
+    def add(
+        self,
+        total: cute.Tensor,
+        first: cutlass.Constexpr,
+        acc: cute.Tensor,
+        factors: cute.Tensor,
+        half: cutlass.Constexpr,
+    ):
+        for v in cutlass.range_constexpr(cute.size(acc)):
+            if cutlass.const_expr(self.blocks):
+                total[first + v] = total[first + v] + acc[v] * factors[v // 2 % 2, half, v * 2 // self.cell_columns]
+            else:
+                total[first + v] = total[first + v] + acc[v]
+
+    @cute.jit
+    def next(self, stage: Int32, phase: Int32):
+        stage = stage + 1
+        if stage == self.num_stages:
+            stage = Int32(0)
+            phase = phase ^ 1
+        return stage, phase
+
+    @cute.jit
+    def issue(
+        self,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        a: cute.Tensor,
+        b: cute.Tensor,
+        stage_a,
+        stage_b,
+        first: cutlass.Constexpr,
+    ):
+        """acc (+)= a @ b over the k steps of a stage, as one group."""
+        for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+            mma.set(warpgroup.Field.ACCUMULATE, not (first and k == 0))
+            cute.gemm(mma, acc, a[(None, None, k, stage_a)], b[(None, None, k, stage_b)], acc)
+        warpgroup.commit_group()

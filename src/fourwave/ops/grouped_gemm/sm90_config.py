@@ -1,0 +1,238 @@
+"""Tunables of the Hopper grouped kernels, the default choice with its reasons, and the one rule for what they support.
+
+Imports neither CuTe DSL nor torch.cuda: the rule can be asked anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from fourwave.ops.gemm.sm90_config import (
+    BARRIER_BYTES,
+    DTYPES,
+    FP8,
+    MAX_EXTENT,
+    NUM_SMS,
+    OUTPUTS,
+    SMEM_BYTES,
+    SWIZZLE_BYTES,
+)
+from fourwave.ops.grouped_gemm.problem import ROWS, GroupedProblem
+
+MAX_GROUPS = 1024  # what the table in shared memory has room for
+TABLES = (32, 256, MAX_GROUPS)
+MAX_ACCUMULATORS = 192  # per thread, as in the dense kernel
+WAVE_ROWS = 128  # of the two consumer warpgroups of a "rows" tile
+STORE_PITCH = SWIZZLE_BYTES + 16  # bytes of a row in the output buffers
+_PLAIN = (None, "tensor", "row")
+
+
+@dataclass(frozen=True)
+class HopperGroupedConfig:
+    """tile_m, tile_n, tile_k: output tile of a CTA and its reduction step.
+
+    schedule    "rows": a's rows ride wgmma's rows; tile_m is 128, or 256, which each consumer warpgroup takes in two halves;
+                "swapped": b's do. tile_m is then a multiple of 8 up to 128, tile_n one of 8 up to 128
+    num_stages  shared-memory buffers per operand
+    cluster_n   "rows": CTAs side by side that load a's tiles for each other
+    band        "rows": tiles of a group side by side, along its rows, that are walked through together (L2 reuse)
+    split       "swapped": CTAs of a cluster that share a tile's reduction
+    overlap     the grid may be set up while the one before it on the stream ends (programmatic dependent launch)
+    """
+
+    tile_m: int = 128
+    tile_n: int = 128
+    tile_k: int = 128
+    schedule: str = "rows"
+    num_stages: int = 5
+    cluster_n: int = 1
+    band: int = 16
+    split: int = 1
+    overlap: bool = True
+
+    def __str__(self) -> str:
+        more = f"split {self.split}" if self.schedule == "swapped" else f"cluster 1x{self.cluster_n}"
+        return f"{self.tile_m}x{self.tile_n}x{self.tile_k} {self.schedule}, {self.num_stages} stages, {more}"
+
+    @property
+    def cluster_size(self) -> int:
+        return self.split if self.schedule == "swapped" else self.cluster_n
+
+
+def block_scaled(problem: GroupedProblem) -> bool:
+    return problem.a_scaling == "1x128"
+
+
+def promotes(problem: GroupedProblem) -> bool:
+    """Whether the matrix unit's sums are moved to float32 registers every 128 k."""
+    return problem.a_dtype in FP8 and (not problem.fast_accum or block_scaled(problem))
+
+
+def table_groups(problem: GroupedProblem) -> int:
+    return next(size for size in TABLES if size >= problem.G)
+
+
+def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
+    width = -(-config.tile_n // 64) * 64
+    stage = (config.tile_m + config.tile_n) * SWIZZLE_BYTES
+    if block_scaled(problem):
+        stage += 4 * (-(-(config.tile_m + 4) // 4) * 4)
+    total = config.num_stages * stage + 4 * (2 * table_groups(problem) + 32) + 2 * BARRIER_BYTES
+    if config.schedule == "swapped":
+        return total + (width - config.tile_n) * SWIZZLE_BYTES + 4 * config.tile_m * (width + 4)
+    return total + WAVE_ROWS * STORE_PITCH
+
+
+def why_unsupported(problem: GroupedProblem, config: HopperGroupedConfig | None) -> str | None:
+    """Why the Hopper grouped kernels cannot do this problem with this configuration (None: the default), or None."""
+    if problem.split != ROWS:
+        return "the reduction is in groups (wgrad): there is no Hopper kernel for it yet"
+    if problem.b_preshuffled:
+        return "b is preshuffled, an order for AMD's matrix units"
+    if problem.G > MAX_GROUPS:
+        return f"G={problem.G}: the kernel keeps a table of at most {MAX_GROUPS} groups"
+    pair = problem.a_scaling, problem.b_scaling
+    if pair != ("1x128", "128x128") and not (pair[0] in _PLAIN and pair[1] in _PLAIN):
+        return f"scales {pair[0]} and {pair[1]}: this kernel does not multiply such a pair"
+    if problem.a_dtype in FP8 and problem.b_dtype in FP8:
+        if problem.layout != "TN":
+            return f"layout {problem.layout} with FP8 operands: wgmma reads 8-bit operands with K contiguous only"
+    elif problem.a_dtype != problem.b_dtype or problem.a_dtype not in DTYPES or pair != (None, None):
+        return (
+            f"operands are {problem.a_dtype} and {problem.b_dtype}, scales {pair[0]} and {pair[1]}: the kernel takes bfloat16 or "
+            "float16, one for both, or float8_e4m3fn and float8_e5m2"
+        )
+    if problem.out_dtype not in OUTPUTS:
+        return f"out is {problem.out_dtype}: the kernel writes float32, bfloat16 and float16"
+    if problem.bias_dtype is not None and problem.bias_dtype not in OUTPUTS:
+        return f"bias is {problem.bias_dtype}: the kernel reads float32, bfloat16 and float16"
+    for name in ("M", "N", "K"):
+        if getattr(problem, name) > MAX_EXTENT:
+            return f"{name}={getattr(problem, name)}: TMA coordinates are 32-bit, at most {MAX_EXTENT}"
+    blocks = -(-problem.K // 128)
+    if block_scaled(problem) and max(problem.M, problem.G * -(-problem.N // 128)) * blocks > MAX_EXTENT:
+        return "more than 2**31 scales: the kernel numbers them with 32 bits"
+    if (problem.M // 8 + problem.G) * -(-problem.N // 8) > MAX_EXTENT:
+        return f"M={problem.M}, N={problem.N}: the kernel numbers tiles with 32 bits"
+    if config is None:
+        return None
+    if not isinstance(config, HopperGroupedConfig):
+        return f"config is a {type(config).__name__}: the Hopper grouped kernels take a HopperGroupedConfig"
+    return _why_config_unsupported(problem, config)
+
+
+def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig) -> str | None:
+    for name in ("tile_m", "tile_n", "tile_k", "num_stages", "cluster_n", "band", "split"):
+        value = getattr(config, name)
+        if not isinstance(value, int) or value < 1:
+            return f"{name}={value!r}: an int of at least 1 is needed"
+    if config.schedule not in ("rows", "swapped"):
+        return f"schedule {config.schedule!r}: there are rows and swapped"
+    if config.tile_k * problem.a_dtype.itemsize != SWIZZLE_BYTES:
+        return f"tile_k={config.tile_k}: a row of a tile is {SWIZZLE_BYTES} bytes"
+    if config.num_stages < 2:
+        return f"num_stages={config.num_stages}: a tile is loaded while another is multiplied, so at least 2"
+    if config.schedule == "swapped":
+        for name in ("tile_m", "tile_n"):
+            value = getattr(config, name)
+            if value % 8 or value > 128:
+                return f"{name}={value}: a swapped tile takes multiples of 8 up to 128"
+        if problem.layout == "NN" and config.tile_n % 64:
+            return f"tile_n={config.tile_n}: where N is b's contiguous dimension, a swapped tile takes 64 or 128"
+        if config.split not in (1, 2, 4, 8):
+            return f"split={config.split}: 1, 2, 4 or 8 CTAs"
+        if config.split > -(-problem.K // config.tile_k):
+            return (
+                f"split={config.split}: each CTA needs a k step, and K={problem.K} has {-(-problem.K // config.tile_k)}"
+            )
+        if config.cluster_n != 1:
+            return f"cluster_n={config.cluster_n}: swapped tiles are not shared"
+    else:
+        if config.tile_m not in (WAVE_ROWS, 2 * WAVE_ROWS):
+            return f"tile_m={config.tile_m}: {WAVE_ROWS} or {2 * WAVE_ROWS}"
+        if config.tile_n % 64 or config.tile_n > 256:
+            return f"tile_n={config.tile_n}: multiples of 64 up to 256"
+        if config.cluster_n not in (1, 2):
+            return f"cluster_n={config.cluster_n}: 1 or 2 CTAs"
+        if config.split != 1:
+            return f"split={config.split}: only a swapped tile's reduction is split"
+        accumulators = config.tile_m // WAVE_ROWS * config.tile_n // 2 + (
+            config.tile_n // 2 if promotes(problem) else 0
+        )
+        if accumulators > MAX_ACCUMULATORS:
+            return f"{accumulators} accumulators per thread: at most {MAX_ACCUMULATORS}"
+    smem = smem_bytes(problem, config)
+    if smem > SMEM_BYTES:
+        return f"{smem} bytes of shared memory: a CTA has {SMEM_BYTES}"
+    return None
+
+
+_TOKENS = (8, 16, 32, 64, 128)  # of a swapped tile
+_LEAST_ROWS = 32
+
+
+def _deepest(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperGroupedConfig:
+    """With as many stages as there is room for."""
+    fitting = (n for n in range(24, 2, -1) if smem_bytes(problem, replace(config, num_stages=n)) <= SMEM_BYTES)
+    return replace(config, num_stages=next(fitting, 2))
+
+
+def swapped(problem: GroupedProblem, tokens: int, rows: int, split: int = 1) -> HopperGroupedConfig:
+    tile_k = SWIZZLE_BYTES // problem.a_dtype.itemsize
+    return _deepest(problem, HopperGroupedConfig(tokens, rows, tile_k, "swapped", split=split))
+
+
+def rows_tile(problem: GroupedProblem, tile_m: int, tile_n: int, cluster_n: int = 1) -> HopperGroupedConfig:
+    tile_k = SWIZZLE_BYTES // problem.a_dtype.itemsize
+    return _deepest(problem, HopperGroupedConfig(tile_m, tile_n, tile_k, "rows", cluster_n=cluster_n))
+
+
+@functools.lru_cache(maxsize=4096)
+def candidates(problem: GroupedProblem) -> tuple[HopperGroupedConfig, ...]:
+    """The configurations that the default is chosen from, those that this problem allows."""
+    average = -(-problem.M // min(problem.G, problem.M))
+    tokens = next((tile for tile in _TOKENS if tile >= average), _TOKENS[-1])
+    step = 64 if problem.layout == "NN" else 8
+    tiles = [swapped(problem, tokens, rows) for rows in range(128, _LEAST_ROWS - 1, -step)]
+    tiles += [swapped(problem, tokens, rows, 2) for rows in (128, 64)]
+    tiles += [rows_tile(problem, m, n, c) for m, n, c in ((128, 128, 1), (256, 128, 1))]
+    return tuple(config for config in tiles if why_unsupported(problem, config) is None)
+
+
+# Constants of one H200 (docs/hopper_grouped.md); they rank the tiles and say little else.
+_BYTES_PER_SECOND = 4.2e12
+_SM_BYTES_PER_SECOND = 33e9
+_SM_FLOPS = 9.5e12  # of FP8 wgmma, per SM and second
+_TURN_SECONDS = 0.3e-6
+_SPLIT_SECONDS = 1e-6
+
+
+def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
+    """Modelled time of the busiest cluster, were all groups equal."""
+    used = min(problem.G, problem.M)
+    rows = -(-problem.M // used)
+    high = -(-rows // config.tile_m)
+    wide = -(-problem.N // (config.tile_n * config.cluster_n))
+    turns = -(-used * high * wide // (NUM_SMS // config.cluster_size))
+    size = problem.a_dtype.itemsize
+    k_bytes = problem.K * size / config.split
+    tile_rows = min(config.tile_m, -(-rows // WAVE_ROWS) * WAVE_ROWS) if config.schedule == "rows" else config.tile_m
+    reading = config.tile_n * k_bytes / high + config.tile_m / config.cluster_n * k_bytes / 4
+    multiplied = tile_rows * (-(-config.tile_n // 64) * 64) * problem.K / config.split
+    efficiency = 0.75 if config.schedule == "rows" else 0.5
+    multiply = 2 * multiplied * size / (_SM_FLOPS * efficiency)
+    tile = max(reading / _SM_BYTES_PER_SECOND, multiply) + _TURN_SECONDS * (1 + config.tile_m / 64)
+    return turns * tile + _SPLIT_SECONDS * (config.split - 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def default_config(problem: GroupedProblem) -> tuple[HopperGroupedConfig, list[str]]:
+    """The candidate of least modelled time, and why. m_sizes is not known: groups are taken to be equal."""
+    modelled = {config: _seconds(problem, config) for config in candidates(problem)}
+    best = min(modelled, key=lambda config: modelled[config])
+    reasons = [f"least modelled time of {len(modelled)} tiles: {modelled[best] * 1e6:.1f} us, were all groups equal"]
+    for config, seconds in modelled.items():
+        if config != best and seconds < 1.05 * modelled[best]:
+            reasons.append(f"{config}: {seconds * 1e6:.1f} us")
+    return best, reasons[:6]

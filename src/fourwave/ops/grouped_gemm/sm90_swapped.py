@@ -1,0 +1,329 @@
+"""Grouped GEMM with few rows in each group, for Hopper: out[m] = scale_a[m] * scale_b[g, n] * a[m] @ b[g].T (+ bias[g]).
+
+As ops/gemm/sm90_swapped.py: the time is that of reading b, so b is wgmma's first operand, whose 64 rows it fills, and the
+tokens, rows of a, its second, whose extent goes down to 8. What is different: m_sizes, which only the device knows.
+
+a       [M, K], K contiguous, the rows of all groups one after another
+b       [G, N, K] or [G, K, N] (16-bit types), the inner dimension contiguous
+m_sizes [G] int32 or int64, rows of each group
+scale_* "1x128" of a with "128x128" of b, multiplied in by block of 128 k (`promote`); else of tensors, a's rows, b's columns
+
+Tiles are numbered group by group, in a group those of the same rows of b one after another, so that CTAs that work at the same
+time share them through L2. Cluster c of `split` CTAs takes tiles c, c + clusters, ... A tile's tokens are of one group: of a's
+tile, which TMA brings, the rest belongs to a neighbour or to nobody; each column of wgmma depends on its own token alone, so
+whatever it holds stays there, and is not stored.
+
+Producer, a warp: for every tile and k step wait until the stage is empty, TMA both tiles into it, and copy the scales of the
+tokens and of b's cells with cp.async, whose arrival counts at the same barrier.
+Consumers, 1 or 2 warpgroups: as in the dense kernel.
+
+Barriers
+  full    1 arrival, which announces TMA's bytes, and with scales one for each of the producer's lanes
+  empty   of each consumer warp
+  ready, free, named barrier 1   as in the dense kernel
+"""
+
+from dataclasses import dataclass
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.pipeline as pipeline
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+
+from fourwave.blocks.cutedsl import groups, reduction
+from fourwave.blocks.cutedsl import mma as mma_block
+from fourwave.blocks.cutedsl.loaders import TmaLoader
+from fourwave.blocks.cutedsl.mma import WARPGROUP
+from fourwave.blocks.cutedsl.stacked import BlockScales, StackedLoader, partition_from
+
+ROWS = 64  # of a consumer warpgroup
+CELL = 128  # rows of b and k that share a scale
+SMEM_ALIGN = 1024
+
+
+@dataclass(frozen=True)
+class SwappedGroupedGemm:
+    """One specialisation: __call__ is the launcher, kernel the device code.
+
+    rows, tokens  tile of b and of a; loader_b and loader_a bring them
+    groups        that the table has room for, a multiple of 32
+    by_group      a's scales of blocks are in blocks of groups (GroupedProblem.a_scale_layout)
+    vector        rows of out start at multiples of 4 elements and N is one: stores of 4 elements
+    """
+
+    rows: int
+    tokens: int
+    num_stages: int
+    split: int
+    groups: int
+    loader_b: StackedLoader
+    loader_a: TmaLoader
+    out_dtype: type
+    bias_dtype: type | None
+    a_scaling: str | None
+    b_scaling: str | None
+    by_group: bool
+    promote: bool
+    vector: bool
+    overlap: bool
+
+    @property
+    def consumers(self) -> int:
+        return -(-self.rows // ROWS)
+
+    @property
+    def consumer_threads(self) -> int:
+        return WARPGROUP * self.consumers
+
+    @property
+    def blocks(self) -> bool:
+        return self.a_scaling == "1x128"
+
+    @property
+    def scales(self) -> BlockScales:
+        return BlockScales(self.tokens, 2)
+
+    @cute.jit
+    def __call__(
+        self, a: cute.Pointer, b: cute.Pointer, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer,
+        scale_b: cute.Pointer, sizes: cute.Pointer, G: Int32, M: Int32, N: Int32, K: Int32, a_stride: Int64, b_stride: Int64,
+        b_matrix: Int64, out_stride: Int64, scale_g: Int32, scale_n: Int32, scale_k: Int32, clusters: Int32, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """*_stride: elements between stored rows; b_matrix: between b's matrices; scale_*: strides of b's scales."""
+        tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
+        tma_b, coordinates_b = self.loader_b.tma(self.loader_b.stack(b, N, K, G, b_stride, b_matrix))
+        self.kernel(
+            tma_a, coordinates_a, tma_b, coordinates_b, out, bias, scale_a, scale_b, sizes, G, M, N, K, out_stride,
+            scale_g, scale_n, scale_k,
+        ).launch(
+            grid=(clusters * self.split, 1, 1),
+            block=(self.consumer_threads + 32, 1, 1),
+            cluster=(self.split, 1, 1),
+            min_blocks_per_mp=1,
+            stream=stream,
+            use_pdl=self.overlap,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
+        out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer,
+        G: Int32, M: Int32, N: Int32, K: Int32, out_stride: Int64, scale_g: Int32, scale_n: Int32, scale_k: Int32,
+    ):  # fmt: skip
+        loader_a, loader_b, split = self.loader_a, self.loader_b, self.split
+        thread = cute.arch.thread_idx()[0]
+        lane = thread % 32
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if cutlass.const_expr(self.overlap):
+            cute.arch.griddepcontrol_launch_dependents()
+        layout_a, layout_b, read_b = loader_a.smem_layout(), loader_b.smem_layout(), loader_b.read_layout()
+
+        @cute.struct
+        class Storage:
+            full: cute.struct.MemRange[Int64, self.num_stages]
+            empty: cute.struct.MemRange[Int64, self.num_stages]
+            ready: cute.struct.MemRange[Int64, 1]
+            free: cute.struct.MemRange[Int64, 1]
+            row_end: cute.struct.MemRange[Int32, self.groups]
+            tile_end: cute.struct.MemRange[Int32, self.groups + 32]
+            b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, loader_b.smem_elements], SMEM_ALIGN]
+            a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, loader_a.smem_elements], SMEM_ALIGN]
+            scales: cute.struct.Align[
+                cute.struct.MemRange[Float32, self.num_stages * self.scales.pitch if self.blocks else 4], 16
+            ]
+            partial: cute.struct.Align[
+                cute.struct.MemRange[Float32, reduction.partial_elements(ROWS * self.consumers, self.tokens)], 16
+            ]
+
+        storage = SmemAllocator().allocate(Storage)
+        smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
+        smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        read_smem_b = storage.b.get_tensor(read_b.outer, swizzle=read_b.inner)
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        ready, free = storage.ready.data_ptr(), storage.free.data_ptr()
+        row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
+        scales, partial = storage.scales.data_ptr(), storage.partial.data_ptr()
+        if thread == 0:
+            for i in cutlass.range_constexpr(self.num_stages):
+                cute.arch.mbarrier_init(full + i, 33 if self.blocks else 1)
+                cute.arch.mbarrier_init(empty + i, self.consumer_threads // 32)
+            cute.arch.mbarrier_init(ready, split)
+            cute.arch.mbarrier_init(free, split)
+        cute.arch.mbarrier_init_fence()
+        if warp == self.consumer_threads // 32:
+            cpasync.prefetch_descriptor(tma_a)
+            cpasync.prefetch_descriptor(tma_b)
+        cute.arch.griddepcontrol_wait()
+        tiles_n = cute.ceil_div(N, self.rows)
+        if warp == 0:
+            groups.build(sizes, G, M, self.tokens, tiles_n, row_end, tile_end, lane)
+        if cutlass.const_expr(split > 1):
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.barrier()
+
+        part = Int32(0)
+        if cutlass.const_expr(split > 1):
+            part = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        k_tiles = cute.ceil_div(K, loader_b.tile_k)
+        k_begin = k_tiles * part // split
+        k_count = k_tiles * (part + 1) // split - k_begin
+        num_tiles = tile_end[G - 1]
+        clusters = cute.arch.grid_dim()[0] // split
+        tile = cute.arch.block_idx()[0] // split
+        g = Int32(0)
+
+        if warp == self.consumer_threads // 32:
+            # Producer.
+            shared_b, global_b = loader_b.partition_stack(tma_b, coordinates_b, smem_b, 0)
+            write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
+            while tile < num_tiles:
+                g = groups.find(tile_end, tile, g, lane)
+                start, end = groups.start_of(row_end, g), row_end[g]
+                rest = tile - groups.start_of(tile_end, g)
+                tiles_m = cute.ceil_div(end - start, self.tokens)
+                n_tile = rest // tiles_m
+                row0 = start + (rest - n_tile * tiles_m) * self.tokens
+                shared_a, global_a = partition_from(loader_a, tma_a, coordinates_a, smem_a, 0, row0)
+                along, first, stride = Int32(1), start * k_tiles, k_tiles
+                if cutlass.const_expr(self.by_group):
+                    along, stride = end - start, Int32(1)
+                places = self.scales.places(row0, end, start, stride, first, lane)
+                cell = cutlass.min(n_tile * self.rows // CELL + lane, (N - 1) // CELL)
+                place_b = g * scale_g + cell * scale_n + k_begin * scale_k
+                for k in cutlass.range(k_count, unroll=1):
+                    cute.arch.mbarrier_wait(empty + write.index, write.phase)
+                    barrier = full + write.index
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, loader_a.stage_bytes + loader_b.stage_bytes)
+                    cute.copy(
+                        tma_b,
+                        global_b[(None, n_tile, k_begin + k, g)],
+                        shared_b[(None, write.index)],
+                        tma_bar_ptr=barrier,
+                    )
+                    cute.copy(
+                        tma_a, global_a[(None, 0, k_begin + k)], shared_a[(None, write.index)], tma_bar_ptr=barrier
+                    )
+                    if cutlass.const_expr(self.blocks):
+                        self.scales.copy(
+                            scales, write.index, scale_a, places, along * (k_begin + k), scale_b, place_b, barrier, lane
+                        )
+                        place_b += scale_k
+                    write.advance()
+                tile += clusters
+        else:
+            # Consumers.
+            consumer = cute.arch.make_warp_uniform(thread // WARPGROUP)
+            mma = mma_block.tiled_mma(loader_b, loader_a, self.tokens)
+            slice_ = mma.get_slice(0)
+            own_b = cute.local_tile(read_smem_b, (ROWS, loader_b.tile_k, self.num_stages), (consumer, 0, 0))
+            operand_b = mma.make_fragment_A(slice_.partition_A(own_b))
+            operand_a = mma.make_fragment_B(slice_.partition_B(smem_a))
+            acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tokens)), Float32)
+            total = acc
+            if cutlass.const_expr(self.promote):
+                total = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tokens)), Float32)
+            read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
+            release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
+            turn = Int32(0)
+            while tile < num_tiles:
+                g = groups.find(tile_end, tile, g, lane)
+                start, end = groups.start_of(row_end, g), row_end[g]
+                rest = tile - groups.start_of(tile_end, g)
+                tiles_m = cute.ceil_div(end - start, self.tokens)
+                n_tile = rest // tiles_m
+                row0 = start + (rest - n_tile * tiles_m) * self.tokens
+                alpha = Float32(1.0)
+                if cutlass.const_expr(self.a_scaling == "tensor"):
+                    alpha = alpha * scale_a[0]
+                if cutlass.const_expr(self.b_scaling == "tensor"):
+                    alpha = alpha * scale_b[g * scale_g]
+                if cutlass.const_expr(self.promote):
+                    total.fill(0.0)
+                    n0 = n_tile * self.rows
+                    row = n0 + consumer * ROWS + thread % WARPGROUP // 32 * 16 + lane // 4
+                    cells = cute.make_rmem_tensor(2, Int32)
+                    for half in cutlass.range_constexpr(2):
+                        cells[half] = cutlass.min(cutlass.min(row + 8 * half, N - 1) // CELL - n0 // CELL, 1)
+                    for _ in cutlass.range(k_count, unroll=1):
+                        warpgroup.fence()
+                        cute.arch.mbarrier_wait(full + read.index, read.phase)
+                        mma_block.multiply(mma, acc, operand_b, operand_a, read.index, True)
+                        self.add(acc, total, scales, read.index, empty, cells, lane)
+                        read.advance()
+                else:
+                    warpgroup.fence()
+                    cute.arch.mbarrier_wait(full + read.index, read.phase)
+                    mma_block.multiply(mma, acc, operand_b, operand_a, read.index, True)
+                    read.advance()
+                    for _ in cutlass.range(1, k_count, unroll=1):
+                        cute.arch.mbarrier_wait(full + read.index, read.phase)
+                        mma_block.multiply(mma, acc, operand_b, operand_a, read.index, False)
+                        warpgroup.wait_group(1)
+                        self.release(empty + release.index)
+                        release.advance()
+                        read.advance()
+                    warpgroup.wait_group(0)
+                    self.release(empty + release.index)
+                    release.advance()
+
+                if cutlass.const_expr(split > 1):
+                    if turn > 0:
+                        cute.arch.mbarrier_wait(free, (turn - 1) % 2)
+                reduction.write_partial(total, partial, ROWS * self.consumers, consumer * ROWS, thread % WARPGROUP)
+                reduction.arrive_cluster(ready, split, 1, Int32(0), thread, self.consumer_threads, True)
+                if cutlass.const_expr(split > 1):
+                    reduction.wait_cluster(ready, turn % 2)
+                reduction.add_and_store(
+                    partial, out, out_stride, bias + g * N, scale_a, scale_b + g * N, alpha, end, N, row0, n_tile * self.rows,
+                    part, thread, 1, Int32(0), self.rows, ROWS * self.consumers, self.tokens, split, self.consumer_threads,
+                    self.bias_dtype, self.a_scaling == "row", self.b_scaling == "row", None, False, self.vector,
+                )  # fmt: skip
+                reduction.arrive_cluster(free, split, 1, Int32(0), thread, self.consumer_threads, False)
+                turn += 1
+                tile += clusters
+            groups.clear_rows(
+                out, out_stride, row_end[G - 1], M, N, cute.arch.block_idx()[0] * (self.consumer_threads // 32) + warp,
+                cute.arch.grid_dim()[0] * (self.consumer_threads // 32),
+            )  # fmt: skip
+            if cutlass.const_expr(split > 1):
+                if turn > 0:
+                    cute.arch.mbarrier_wait(free, (turn - 1) % 2)
+
+    @cute.jit
+    def release(self, barrier: cute.Pointer):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def add(
+        self, acc: cute.Tensor, total: cute.Tensor, scales: cute.Pointer, stage: Int32, empty: cute.Pointer,
+        cells: cute.Tensor, lane: Int32,
+    ):  # fmt: skip
+        """total += acc * scales, once the products are there; then the stage is free."""
+        factors = cute.make_rmem_tensor((2, self.tokens // 4), Float32)
+        if cutlass.const_expr(self.blocks):
+            base = scales + stage * self.scales.pitch
+            weights = cute.make_rmem_tensor(2, Float32)
+            for half in cutlass.range_constexpr(2):
+                weights[half] = (base + (self.tokens + cells[half]))[0]
+            for i in cutlass.range_constexpr(self.tokens // 8):
+                pair = cute.make_rmem_tensor(2, Float32)
+                source = (base + (8 * i + lane % 4 * 2)).align(8)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
+                for c in cutlass.range_constexpr(2):
+                    for half in cutlass.range_constexpr(2):
+                        # Where tiles begin at multiples of 16 rows, a thread's two rows share a cell.
+                        of = weights[0] if self.rows % 16 == 0 else weights[half]
+                        factors[half, 2 * i + c] = pair[c] * of
+        warpgroup.wait_group(0)
+        self.release(empty + stage)
+        for v in cutlass.range_constexpr(cute.size(acc)):
+            if cutlass.const_expr(self.blocks):
+                total[v] = total[v] + acc[v] * factors[v // 2 % 2, v // 4 * 2 + v % 2]
+            else:
+                total[v] = total[v] + acc[v]

@@ -1,0 +1,326 @@
+"""The Hopper grouped kernels: configurations, every tile against float64, sizes that only the device knows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fourwave as fw
+from fourwave.backends import registry
+from fourwave.backends.hopper import cutedsl_missing
+from fourwave.ops.grouped_gemm import sm90_config, sm90_launch
+from fourwave.ops.grouped_gemm.problem import GroupedProblem
+from fourwave.ops.grouped_gemm.sm90_config import (
+    HopperGroupedConfig,
+    candidates,
+    default_config,
+    rows_tile,
+    swapped,
+    why_unsupported,
+)
+from fourwave.testing import bounds
+from fourwave.testing.grouped_cases import SIZES, GroupedCase
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3 = torch.float8_e4m3fn
+UNAVAILABLE = registry.get("hopper").unavailable()
+on_gpu = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+
+
+def problem(G: int = 8, M: int = 1024, N: int = 2048, K: int = 7168) -> GroupedProblem:
+    return GroupedProblem(
+        G, M, N, K, "rows", "TN", E4M3, E4M3, BF16, device_type="cuda", a_scaling="1x128", b_scaling="128x128"
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rules: no GPU, no DSL
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tile_m": 64}, "128 or 256"),
+        ({"tile_n": 96}, "multiples of 64"),
+        ({"tile_k": 64}, "128 bytes"),
+        ({"tile_m": 256, "tile_n": 256}, "accumulators"),
+        ({"num_stages": 1}, "at least 2"),
+        ({"num_stages": 8}, "bytes of shared memory"),
+        ({"cluster_n": 4}, "1 or 2 CTAs"),
+        ({"split": 2}, "only a swapped tile"),
+        ({"schedule": "pingpong"}, "rows and swapped"),
+        ({"schedule": "swapped", "tile_m": 136}, "up to 128"),
+        ({"schedule": "swapped", "tile_n": 12}, "multiples of 8"),
+        ({"schedule": "swapped", "split": 3, "num_stages": 3}, "1, 2, 4 or 8"),
+        ({"band": 0}, "at least 1"),
+    ],
+)
+def test_configs_that_the_kernels_cannot_run_are_refused_with_the_reason(change: dict[str, object], said: str) -> None:
+    assert why_unsupported(problem(), HopperGroupedConfig()) is None
+    assert said in (why_unsupported(problem(), replace(HopperGroupedConfig(), **change)) or "")  # type: ignore[arg-type]
+
+
+def test_problems_that_the_kernels_cannot_run_are_refused_with_the_reason() -> None:
+    assert "at most 1024 groups" in (why_unsupported(problem(G=1025), None) or "")
+    assert "AMD" in (why_unsupported(replace(problem(), b_preshuffled=True), None) or "")
+    assert "K contiguous" in (why_unsupported(replace(problem(), layout="NN"), None) or "")
+    mx = replace(problem(), a_scaling="1x32", b_scaling="1x32")
+    assert "does not multiply such a pair" in (why_unsupported(mx, None) or "")
+    assert "HopperGroupedConfig" in (why_unsupported(problem(), object()) or "")  # type: ignore[arg-type]
+    mixed = GroupedProblem(2, 8, 8, 8, "rows", "TN", BF16, FP16, BF16, device_type="cuda")
+    assert "one for both" in (why_unsupported(mixed, None) or "")
+
+
+def test_the_default_is_one_of_the_candidates_and_allowed() -> None:
+    for G, M, N, K in [
+        (1, 1, 1, 1),
+        (8, 128, 1280, 8192),
+        (8, 16384, 2048, 7168),
+        (1024, 1024, 64, 256),
+        (3, 5, 264, 136),
+    ]:
+        for layout, dtype in (("TN", E4M3), ("TN", BF16), ("NN", BF16)):
+            scaled = {"a_scaling": "1x128", "b_scaling": "128x128"} if dtype == E4M3 else {}
+            p = GroupedProblem(G, M, N, K, "rows", layout, dtype, dtype, BF16, device_type="cuda", **scaled)  # type: ignore[arg-type]
+            config, reasons = default_config(p)
+            assert config in candidates(p) and why_unsupported(p, config) is None
+            assert reasons
+
+
+def test_few_rows_take_swapped_tiles_and_many_do_not() -> None:
+    assert default_config(problem(8, 64, 1280, 8192))[0].schedule == "swapped"
+    assert default_config(problem(8, 16384, 2048, 7168))[0].schedule == "rows"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cutedsl_missing() is not None, reason=str(cutedsl_missing()))
+def test_kernels_compile_without_a_gpu() -> None:
+    p = problem()
+    for config in (swapped(p, 16, 80), rows_tile(p, 256, 128, 2)):
+        assert sm90_launch.compile_kernel(sm90_launch.specialise(p, config)) is not None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On a GPU
+
+
+def run_case(case: GroupedCase, config: HopperGroupedConfig | None = None) -> None:
+    if case.codes == E4M3:
+        case = replace(case, u_acc=bounds.hopper_fp8_u_acc(case.reduction, True))
+    result = case.run("hopper", "cuda", **({} if config is None else {"config": config}))
+    assert result.passed, f"{case}, {config}: {result}"
+
+
+BLOCKS = GroupedCase("forward", (), 264, 400, scaling="blocks", extra=3)
+SHAPES = (
+    ("swapped", 8, 128, 1), ("swapped", 8, 40, 2), ("swapped", 16, 80, 1), ("swapped", 32, 72, 4), ("swapped", 64, 64, 1),
+    ("swapped", 64, 96, 2), ("swapped", 128, 128, 1), ("swapped", 24, 112, 1), ("rows", 128, 128, 1), ("rows", 128, 128, 2),
+    ("rows", 128, 192, 1), ("rows", 256, 128, 1), ("rows", 256, 128, 2), ("rows", 128, 64, 1),
+)  # fmt: skip
+
+
+def config_of(p: GroupedProblem, shape: tuple[str, int, int, int]) -> HopperGroupedConfig:
+    schedule, m, n, third = shape
+    return swapped(p, m, n, third) if schedule == "swapped" else rows_tile(p, m, n, third)
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", ["rows", "groups"])
+@pytest.mark.parametrize("sizes", ["odd", "last", "decode", "64 random", "257 of 1"])
+def test_tiles(sizes: str, layout: str, shape: tuple[str, int, int, int]) -> None:
+    case = replace(
+        BLOCKS, sizes=SIZES[sizes], scale_layout=layout, sizes_dtype=torch.int32 if layout == "rows" else torch.int64
+    )
+    run_case(case, config_of(case.problem("cuda"), shape))
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", ["forward", "dgrad"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_sixteen_bit(dtype: torch.dtype, kind: str, shape: tuple[str, int, int, int]) -> None:
+    case = GroupedCase(kind, (5, 130, 0, 1, 300), 264, 200, dtype=dtype, extra=2)
+    p = case.problem("cuda")
+    config = config_of(p, shape)
+    if why_unsupported(p, config) is None:
+        run_case(case, config)
+
+
+@on_gpu
+@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("bias_dtype", [None, BF16, FP32])
+@pytest.mark.parametrize("N", [264, 201])
+@pytest.mark.parametrize("scaling", ["blocks", "tensor", None])
+def test_outputs(scaling: str | None, N: int, bias_dtype: torch.dtype | None, out_dtype: torch.dtype) -> None:
+    for sizes in ((5, 130, 0, 1), (3, 1, 2)):
+        run_case(
+            GroupedCase("forward", sizes, N, 272, scaling=scaling, out_dtype=out_dtype, bias_dtype=bias_dtype, extra=1)
+        )
+
+
+@on_gpu
+@pytest.mark.parametrize("K", [16, 136, 1000])
+@pytest.mark.parametrize("sizes", [(300, 300), (7, 0, 9), (0, 0), (1,)])
+def test_reductions(sizes: tuple[int, ...], K: int) -> None:
+    run_case(replace(BLOCKS, sizes=sizes, K=K, sliced=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("rows", [16, 300])
+def test_scales_of_rows_and_tensors(rows: int, fast: bool) -> None:
+    a, b = torch.randn(2 * rows, 400, device="cuda"), torch.randn(2, 136, 400, device="cuda")
+    sizes = torch.tensor([rows - 3, rows + 1], device="cuda")
+    for name in ("fp8_row", "fp8_e4m3"):
+        qa, qb = fw.quantize(a, name), fw.quantize(b, name)
+        out = fw.grouped_gemm(qa, qb, sizes, fast_accum=fast, backend="hopper")
+        x, w = qa.dequantize(torch.float64), qb.dequantize(torch.float64).view(2, 136, 400)
+        u_acc = bounds.hopper_fp8_u_acc(400, not fast)
+        for g, (first, last) in enumerate(((0, rows - 3), (rows - 3, 2 * rows - 2))):
+            bound = bounds.gemm_bound(x[first:last], w[g], BF16, u_acc=u_acc, scaled=True)
+            bounds.assert_within(out[first:last], x[first:last] @ w[g].mT, bound, name)
+        assert not out[2 * rows - 2 :].any()
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_many_tiles_for_each_cta(shape: tuple[str, int, int, int]) -> None:
+    """More tiles than CTAs, stages that wrap, groups that begin anywhere."""
+    case = GroupedCase(
+        "forward", (70, 1, 0, 333, 129, 500), 2000, 520, scaling="blocks", extra=70, scale_layout="groups"
+    )
+    run_case(case, config_of(case.problem("cuda"), shape))
+
+
+def quantized(sizes: list[int], N: int, K: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    random = torch.Generator("cuda").manual_seed(seed)
+    a = torch.randn(sum(sizes), K, device="cuda", generator=random).to(E4M3)
+    b = torch.randn(len(sizes), N, K, device="cuda", generator=random).to(E4M3)
+    a_scale = torch.rand(sum(sizes), -(-K // 128), device="cuda", generator=random) + 0.5
+    b_scale = torch.rand(len(sizes), -(-N // 128), -(-K // 128), device="cuda", generator=random) + 0.5
+    return a, b, a_scale, b_scale, torch.tensor(sizes, device="cuda")
+
+
+@on_gpu
+@pytest.mark.parametrize("rows", [8, 200])
+def test_sizes_edited_between_replays_take_effect(rows: int) -> None:
+    a, b, a_scale, b_scale, sizes = quantized([rows, rows, rows], 256, 512)
+    out = torch.empty(3 * rows, 256, device="cuda", dtype=BF16)
+
+    def call() -> None:
+        fw.grouped_gemm(
+            a,
+            b,
+            sizes,
+            a_scale=a_scale,
+            b_scale=b_scale,
+            a_scaling="1x128",
+            b_scaling="128x128",
+            out=out,
+            backend="hopper",
+        )
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for new in ([rows, rows, rows], [2 * rows, 0, rows], [0, 1, 2], [0, 0, 3 * rows], [0, 0, 0]):
+        sizes.copy_(torch.tensor(new))
+        out.fill_(float("nan"))
+        graph.replay()
+        got = out.clone()
+        call()
+        assert torch.equal(got, out)
+        values = a.double() * a_scale.double().repeat_interleave(128, 1)
+        weights = b.double() * b_scale.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+        start = 0
+        for g, size in enumerate(new):
+            x, w = values[start : start + size], weights[g]
+            bound = bounds.gemm_bound(x, w, BF16, u_acc=bounds.hopper_fp8_u_acc(512, True), scaled=True)
+            bounds.assert_within(got[start : start + size], x @ w.mT, bound)
+            start += size
+        assert not got[start:].any()
+
+
+@on_gpu
+def test_impossible_sizes_touch_nothing_outside() -> None:
+    a, b, a_scale, b_scale, _ = quantized([40, 40], 256, 256)
+    for bad in ([-5, 1000], [2**31 - 1, 2**31 - 1], [80, 80], [-(2**40), 2**40]):
+        wide = torch.full((100, 256), 7.0, device="cuda", dtype=BF16)
+        fw.grouped_gemm(
+            a, b, torch.tensor(bad, device="cuda"), a_scale=a_scale, b_scale=b_scale, a_scaling="1x128", b_scaling="128x128",
+            out=wide[10:90], backend="hopper",
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        assert (wide[:10] == 7).all() and (wide[90:] == 7).all()
+
+
+@on_gpu
+@pytest.mark.parametrize("sizes", [[3, 0, 9, 20], [130, 700, 1, 0]])
+def test_a_neighbours_nan_stays_there(sizes: list[int]) -> None:
+    a, b, a_scale, b_scale, m_sizes = quantized(sizes, 264, 384)
+    scaled: dict[str, Any] = {
+        "a_scale": a_scale,
+        "b_scale": b_scale,
+        "a_scaling": "1x128",
+        "b_scaling": "128x128",
+        "backend": "hopper",
+    }
+    before = fw.grouped_gemm(a, b, m_sizes, **scaled)
+    start = 0
+    for size in sizes:
+        spoiled = a.clone()
+        spoiled[:start], spoiled[start + size :] = float("nan"), float("nan")
+        after = fw.grouped_gemm(spoiled, b, m_sizes, **scaled)
+        assert torch.equal(before[start : start + size], after[start : start + size])
+        start += size
+
+
+@on_gpu
+@pytest.mark.parametrize("sizes", [[16] * 8, [300, 0, 700, 5]])
+def test_repeats_and_streams_give_the_same_bits(sizes: list[int]) -> None:
+    a, b, a_scale, b_scale, m_sizes = quantized(sizes, 1280, 1024)
+    scaled: dict[str, Any] = {
+        "a_scale": a_scale,
+        "b_scale": b_scale,
+        "a_scaling": "1x128",
+        "b_scaling": "128x128",
+        "backend": "hopper",
+    }
+    first = fw.grouped_gemm(a, b, m_sizes, **scaled)
+    torch.cuda.synchronize()
+    other = torch.cuda.Stream()
+    outs = [torch.empty_like(first) for _ in range(2)]
+    for _ in range(500):
+        fw.grouped_gemm(a, b, m_sizes, out=outs[0], **scaled)
+        with torch.cuda.stream(other):
+            fw.grouped_gemm(a, b, m_sizes, out=outs[1], **scaled)
+    torch.cuda.synchronize()
+    assert torch.equal(first, outs[0]) and torch.equal(first, outs[1])
+
+
+@on_gpu
+def test_operator_and_plain_call_agree() -> None:
+    sizes = [5, 0, 130, 60]
+    a, b, a_scale, b_scale, m_sizes = quantized(sizes, 256, 384)
+    from fourwave.testing.grouped_cases import group_scales
+
+    blocks = group_scales(a_scale.cpu(), sizes).cuda()
+    with fw.use_backend("hopper"):
+        out = torch.ops.fourwave.f8f8bf16_groupwise_grouped(a, b, blocks, b_scale.transpose(1, 2), m_sizes)
+        same = fw.grouped_gemm(a, b, m_sizes, a_scale=a_scale, b_scale=b_scale, a_scaling="1x128", b_scaling="128x128")
+    assert torch.equal(out, same)
+
+
+@on_gpu
+def test_explain_names_kernel_and_config() -> None:
+    a, b, a_scale, b_scale, m_sizes = quantized([4, 4], 256, 256)
+    told = fw.explain_grouped(
+        a, b, m_sizes, a_scale=a_scale, b_scale=b_scale, a_scaling="1x128", b_scaling="128x128", backend="hopper"
+    )
+    assert "sm90_swapped.py" in str(told) and "swapped" in str(told)
+    assert sm90_config.NUM_SMS == 132
