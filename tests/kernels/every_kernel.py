@@ -15,6 +15,7 @@ from unittest import mock
 
 import grouped_launches
 import launches
+import quantize_launches
 import torch
 
 from fourwave import sim
@@ -83,8 +84,9 @@ def _splits(arch: str) -> Iterator[tuple[str, GemmCase]]:
 def _gemms(arch: str) -> Iterator[KernelCall]:
     if arch == "gfx1250":
         for layout in launches.LAYOUTS:
-            # 20 steps: the pages of scales are brought twice.
-            case = GemmCase(Shape("pages", 256, 256, 2560), layout, a_format="mxfp4", b_format="mxfp4", out_dtype=FP32)
+            # 20 steps: the pages of scales are brought twice. With alpha = 1 the epilogue would store what it read.
+            shape = Shape("pages", 256, 256, 2560)
+            case = GemmCase(shape, layout, a_format="mxfp4", b_format="mxfp4", out_dtype=FP32, alpha=0.75)
             yield KernelCall(f"gemm mxfp4 {layout}", arch, _gemm(arch, case, None))
         full = replace(case, layout="TN", out_dtype=BF16, bias_dtype=FP32, activation="gelu", accumulate=True)
         yield KernelCall("gemm mxfp4 TN epilogue", arch, _gemm(arch, full, None))
@@ -124,36 +126,26 @@ def _grouped(arch: str) -> Iterator[KernelCall]:
 
 
 def _quantizers(arch: str) -> Iterator[KernelCall]:
-    for name, fmt in FORMATS.items():
-        fnuz = arch == "gfx942" and not fmt.is_mx
-        cases = [
-            QuantizeCase(150, 272, name, "both", fnuz=fnuz),
-            QuantizeCase(77, 146, name, "both", True, FP16, fnuz=fnuz),
-            QuantizeCase(160, 144, name, "both", True, FP32, fnuz=fnuz),
-            QuantizeCase(150, 272, name, "rowwise", fnuz=fnuz),
-            QuantizeCase(160, 144, name, "columnwise", True, fnuz=fnuz),
-        ]
-        if fmt.element != "e4m3" and not fmt.is_mx:
-            cases = cases[:1]  # other codes from the same kernel
-        if fmt.scaling == "tensor":
-            cases.append(QuantizeCase(160, 144, name, "both", True, scale=0.37, fnuz=fnuz))
-        for case in cases:
+    cases: list[QuantizeCase] = []
+    for case in quantize_launches.kernels(arch):
+        fmt = FORMATS[case.format]
+        cases.append(case)
+        if fmt.element != "e5m2" and not case.transposed and case.rounding_seed is None:
+            cases += [
+                replace(case, direction="rowwise"),
+                replace(case, direction="columnwise", transposed=True, dtype=FP32),
+                replace(case, rows=77, columns=146, transposed=True, dtype=FP16),
+            ]
+    for case in cases:
+        case = replace(
+            case, fnuz=arch == "gfx942" and FORMATS[case.format].element != "e2m1" and not FORMATS[case.format].is_mx
+        )
 
-            def run(case: QuantizeCase = case) -> list[str]:
-                return list(case.run(f"sim:{arch}").problems)
+        def run(case: QuantizeCase = case) -> list[str]:
+            return list(case.run(f"sim:{arch}").problems)
 
-            if quantizers.why_unsupported(_problem(case), arch) is None:
-                yield KernelCall(f"quantize {case}", arch, run)
-
-
-def _problem(case: QuantizeCase) -> Any:
-    from fourwave.quantize.problem import QuantizeProblem
-
-    fmt = FORMATS[case.format]
-    return QuantizeProblem(
-        case.rows, case.columns, case.dtype, case.format, case.direction != "columnwise", case.direction != "rowwise",
-        case.transposed, case.rule or ("floor" if fmt.is_mx else "fp32"), case.fnuz, case.scale is not None,
-    )  # fmt: skip
+        if quantizers.why_unsupported(quantize_launches.problem_of(case), arch) is None:
+            yield KernelCall(f"quantize {case}", arch, run)
 
 
 def calls(arch: str) -> list[KernelCall]:
