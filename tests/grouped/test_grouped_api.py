@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fourwave as fw
+from fourwave import sim
 from fourwave.ops.grouped_gemm.preshuffle import Preshuffled, shuffle, unshuffle
 from fourwave.ops.grouped_gemm.reference import grouped_reference, spans, wgrad_reference
 from fourwave.testing import grouped_cases
@@ -220,3 +222,116 @@ def test_preshuffled_cannot_be_read_transposed() -> None:
         fw.grouped_gemm(torch.zeros(1, 1), Preshuffled(torch.zeros(1)), torch.zeros(1), trans_b=False)
     with pytest.raises(ValueError, match="multiple of 16"):
         fw.preshuffle(torch.zeros(8, 64, dtype=torch.uint8))
+
+
+NO_SIM = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
+BACKENDS = ["native", pytest.param("sim:gfx950", marks=NO_SIM)]
+
+
+def negated(t: torch.Tensor) -> torch.Tensor:
+    """t as a view of -t whose sign is not yet applied."""
+    view: torch.Tensor = torch._neg_view(-t)  # type: ignore[attr-defined]
+    assert view.is_neg()
+    return view
+
+
+@pytest.mark.parametrize("name", ["a", "b", "m_sizes", "bias", "out", "a_scale", "b_scale"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_negated_views(name: str, backend: str) -> None:
+    """Kernels read memory: what is negated when it is read must be negated before, and out when it has been written."""
+    x, w, _ = operands()
+    call: dict[str, Any] = {"a": x[:20], "b": w, "m_sizes": torch.tensor([7, 0, 9, 2])}
+    if name.endswith("scale"):
+        call["a"], call["b"] = (fw.quantize(t, "fp8_e4m3").data for t in (x[:20], w))
+        call["b"] = call["b"].view(w.shape)
+        call |= {
+            "a_scale": torch.full((20,), 3.0),
+            "b_scale": torch.rand(4, 48) + 1,
+            "a_scaling": "row",
+            "b_scaling": "row",
+        }
+    else:
+        call["bias"] = torch.randn(4, 48).bfloat16()
+    call["out"] = torch.zeros(20, 48).bfloat16()
+    right = fw.grouped_gemm(**call, backend=backend).clone()
+    assert right.any()
+    call["out"].zero_()
+    call[name] = negated(call[name])
+    out = fw.grouped_gemm(**call, backend=backend)
+    assert out is call["out"] and torch.equal(out, right)
+
+
+@pytest.mark.parametrize("name", ["dout", "x", "out"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_negated_views_in_wgrad(name: str, backend: str) -> None:
+    x, _, _ = operands()
+    dout = torch.randn(140, 48).bfloat16()
+    call = {"dout": dout[:20], "x": x[:20], "m_sizes": torch.tensor([7, 0, 9]), "out": torch.randn(3, 48, 64)}
+    before = call["out"].clone()
+    right = fw.grouped_gemm_wgrad(**call, accumulate=True, backend=backend).clone()  # type: ignore[arg-type]
+    call["out"] = before.clone()
+    call[name] = negated(call[name])
+    out = fw.grouped_gemm_wgrad(**call, accumulate=True, backend=backend)  # type: ignore[arg-type]
+    assert torch.equal(out, right) and not torch.equal(right, before)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_out_may_lie_beside_what_is_read(backend: str) -> None:
+    x, w, sizes = operands()
+    rows = torch.zeros(140, 128).bfloat16()
+    rows[:, :64] = x
+    fw.grouped_gemm(rows[:, :64], w, sizes, out=rows[:, 64:112], backend=backend)
+    assert torch.equal(rows[:, 64:112], fw.grouped_gemm(x, w, sizes, backend=backend))
+    assert torch.equal(rows[:, :64], x) and not rows[:, 112:].any()
+    with pytest.raises(ValueError, match="out shares memory with a"):
+        fw.grouped_gemm(rows[:, :64], w, sizes, out=rows[:, 48:96], backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"m_sizes": torch.tensor([5.0, 1, 1, 1])}, "int32 or int64"),
+        ({"out_dtype": torch.int32}, "must be float32, bfloat16 or float16"),
+        ({"b": torch.zeros(4, 48, 64).half()}, "both must have one dtype"),
+        ({"bias": torch.zeros(2, 48)}, r"must be \[G, N\]"),
+        ({"out": torch.zeros(140, 48, dtype=torch.int32)}, "must be float32, bfloat16 or float16"),
+        ({"a_scale": torch.ones(3), "a_scaling": "row"}, "scaled operands are 8-bit floats"),
+    ],
+)
+def test_tracing_refuses_what_the_call_refuses(change: dict[str, Any], message: str) -> None:
+    """An error while a graph is traced, not when it runs."""
+    x, w, sizes = operands()
+    call: dict[str, Any] = {"a": x, "b": w, "m_sizes": sizes, **change}
+    with pytest.raises(ValueError, match=message):
+        fw.grouped_gemm(**call)
+    with FakeTensorMode() as mode:
+        fakes: dict[str, Any] = {
+            key: mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for key, t in call.items()
+        }
+        with pytest.raises(ValueError, match=message):
+            fw.grouped_gemm(**fakes)
+        assert fw.grouped_gemm(mode.from_tensor(x), mode.from_tensor(w), mode.from_tensor(sizes)).dtype == x.dtype
+
+
+def test_compiles_for_any_number_of_rows() -> None:
+    x, w, sizes = operands()
+    bias = torch.randn(4, 48).bfloat16()
+    torch._dynamo.reset()
+    compiled = torch.compile(fw.grouped_gemm, fullgraph=True, backend="eager", dynamic=True)
+    for rows in (140, 137):
+        assert torch.equal(compiled(x[:rows], w, sizes, bias=bias), fw.grouped_gemm(x[:rows], w, sizes, bias=bias))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"m_sizes": [5, 130, 0, 1]}, "m_sizes is of type list"),
+        ({"a": [[1.0]]}, "a is of type list"),
+        ({"bias": 3}, "bias is of type int"),
+        ({"m_sizes": [5, 130, 0, 1], "check_sizes": True}, "m_sizes is of type list"),
+    ],
+)
+def test_what_is_no_tensor_is_named(change: dict[str, Any], message: str) -> None:
+    x, w, sizes = operands()
+    with pytest.raises(ValueError, match=message):
+        fw.grouped_gemm(**{"a": x, "b": w, "m_sizes": sizes, **change})

@@ -10,7 +10,7 @@ from fourwave.backends import registry
 from fourwave.backends.explanation import Explanation
 from fourwave.ops.gemm.problem import FLOAT8
 from fourwave.ops.grouped_gemm import groupwise, operators
-from fourwave.ops.grouped_gemm.check import GroupedArguments, Tensor
+from fourwave.ops.grouped_gemm.check import GroupedArguments, Tensor, sizes
 from fourwave.ops.grouped_gemm.execute import execute
 from fourwave.ops.grouped_gemm.explain import explain_arguments
 from fourwave.ops.grouped_gemm.preshuffle import Preshuffled
@@ -69,9 +69,7 @@ def grouped_gemm(
         a, b, m_sizes, trans_b, out_dtype, bias, out, a_scale, b_scale, a_scaling, b_scaling, a_scale_layout, b_preshuffled,
         fast_accum, config, backend,
     )  # fmt: skip
-    if check_sizes:
-        assert_sizes(m_sizes, args.a.shape[0])
-    return _call(args)
+    return _call(args, check_sizes)
 
 
 def grouped_gemm_wgrad(
@@ -113,9 +111,7 @@ def grouped_gemm_wgrad(
         config,
         backend,
     )
-    if check_sizes:
-        assert_sizes(m_sizes, args.a.shape[1 if args.k_last[0] else 0])
-    return _call(args)
+    return _call(args, check_sizes)
 
 
 def explain_grouped(a: Any, b: Any, m_sizes: Tensor, *, wgrad: bool = False, **kwargs: Any) -> Explanation:
@@ -182,7 +178,7 @@ def _forward_arguments(
 
 def _stacked(w: QuantizedTensor, m_sizes: Tensor, trans_b: bool) -> tuple[Tensor, Tensor, bool]:
     """(codes, scales, k_last) of weights [G * rows, columns] as [G, ...]."""
-    groups = m_sizes.shape[0] if m_sizes.dim() == 1 else 0
+    groups = m_sizes.shape[0] if isinstance(m_sizes, Tensor) and m_sizes.dim() == 1 else 0
     if groups == 0 or w.shape[0] % groups:
         raise ValueError(
             f"b is a QuantizedTensor {list(w.shape)}: its rows are those of {groups} groups, one after another"
@@ -247,13 +243,18 @@ def _no_scale(name: str, scale: Tensor | None, scaling: str | None) -> None:
         )
 
 
-def _call(args: GroupedArguments) -> Tensor:
+def _call(args: GroupedArguments, check_sizes: bool) -> Tensor:
     _check_choice(args)
-    tensors = (args.a, args.b, args.m_sizes, args.bias, args.out, args.a_scale, args.b_scale)
-    if not all(t is None or isinstance(t, Tensor) for t in tensors):
-        raise ValueError(
-            f"operands are {type(args.a).__name__} and {type(args.b).__name__}; tensors or QuantizedTensors are needed"
-        )
+    names = ("a", "b", "m_sizes", "bias", "out", "a_scale", "b_scale")
+    tensors = tuple(getattr(args, name) for name in names)
+    for name, t in zip(names, tensors, strict=True):
+        if not isinstance(t, Tensor) and (t is not None or name in names[:3]):
+            name = name if args.split == ROWS else {"a": "dout", "b": "x"}.get(name, name)
+            kinds = "a tensor or a QuantizedTensor is" if name in ("a", "b", "dout", "x") else "a tensor is"
+            raise ValueError(f"{name} is of type {type(t).__name__}; {kinds} needed")
+    if check_sizes:
+        _, m, _, k = sizes(args)
+        assert_sizes(args.m_sizes, m if args.split == ROWS else k)
     if not _needs_operator(*tensors):
         return execute(args)
     if torch._C._are_functorch_transforms_active():

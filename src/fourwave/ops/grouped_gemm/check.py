@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -60,12 +61,6 @@ class GroupedCall(NamedTuple):
     notes: list[str]
 
 
-def result_shape(args: GroupedArguments) -> tuple[int, ...]:
-    """Shape of the result, from metadata alone."""
-    _, m, n, _ = sizes(args)
-    return (m, n) if args.split == ROWS else (args.m_sizes.shape[0], m, n)
-
-
 def sizes(args: GroupedArguments) -> tuple[int, int, int, int]:
     """(G, M, N, K). Raises ValueError where shapes do not go together."""
     a, b, m_sizes = args.a, args.b, args.m_sizes
@@ -104,10 +99,36 @@ def default_out_dtype(a: Tensor, b: Tensor) -> torch.dtype:
 
 def check(args: GroupedArguments) -> GroupedCall:
     """Raises ValueError for what the caller must change. Reads no values."""
+    problem = describe(args, _problem)
+    a, b = args.a, args.b
+    notes: list[str] = []
+    tensors = GroupedTensors(
+        matrix(a, a.shape[0], "a", notes),
+        _stack(b, "b", notes) if args.split == ROWS else matrix(b, b.shape[0], "b", notes),
+        args.m_sizes.resolve_neg().contiguous(),
+        args.out,  # type: ignore[arg-type]
+        None if args.bias is None else args.bias.resolve_neg().contiguous(),
+        _a_scale(args, problem),
+        _b_scale(args, problem),
+    )
+    _check_overlap(args)
+    return GroupedCall(problem, tensors, notes)
+
+
+def fake_result(args: GroupedArguments) -> Tensor:
+    """The result of a call by shape and dtype alone; raises what the call itself would, but for memory that tensors share."""
+    problem = describe(args, GroupedProblem)
+    _a_scale(args, problem)
+    _b_scale(args, problem)
+    return args.a.new_empty(problem.out_shape, dtype=problem.out_dtype)
+
+
+def describe(args: GroupedArguments, make: Callable[..., GroupedProblem]) -> GroupedProblem:
     groups, m, n, k = sizes(args)
     a, b, m_sizes = args.a, args.b, args.m_sizes
     device = a.device
-    if device.type not in ("cpu", "cuda") or b.device != device or m_sizes.device != device:
+    devices = ("cpu", "cuda") if make is _problem else ("cpu", "cuda", "meta")
+    if device.type not in devices or b.device != device or m_sizes.device != device:
         raise ValueError(
             f"operands are on {device} and {b.device} and m_sizes on {m_sizes.device}; all must be on one CPU or GPU "
             "(m_sizes is read by the kernel, not on the host)"
@@ -136,27 +157,17 @@ def check(args: GroupedArguments) -> GroupedCall:
         if args.bias.device != device:
             raise ValueError(f"bias is on {args.bias.device} and the operands are on {device}")
         bias_dtype = args.bias.dtype
-    problem = _problem(
+    return make(
         groups, m, n, k, args.split, layout, a.dtype, b.dtype, out_dtype, bias_dtype, bool(args.accumulate), device.type,
         args.a_scaling, args.b_scaling, args.a_scale_layout, bool(args.b_preshuffled), m_sizes.dtype, bool(args.fast_accum),
     )  # fmt: skip
-    notes: list[str] = []
-    tensors = GroupedTensors(
-        matrix(a, a.shape[0], "a", notes),
-        _stack(b, "b", notes) if args.split == ROWS else matrix(b, b.shape[0], "b", notes),
-        m_sizes.contiguous(),
-        args.out,  # type: ignore[arg-type]
-        None if args.bias is None else args.bias.contiguous(),
-        _a_scale(args, problem),
-        _b_scale(args, problem),
-    )
-    _check_overlap(args)
-    return GroupedCall(problem, tensors, notes)
 
 
 def _stack(t: Tensor, name: str, notes: list[str]) -> Tensor:
     """t [G, rows, columns] with inner stride 1 and rows that do not overlap; copied, with a note, if it is not so."""
-    t = t.resolve_neg()
+    if t.is_neg():
+        notes.append(f"{name} copied: it is a negated view")
+        t = t.resolve_neg()
     _, rows, cols = t.shape
     if t.numel() == 0 or t.is_contiguous():
         return t if t.numel() else t.new_empty(t.shape)
@@ -197,6 +208,7 @@ def _scale_dtype(name: str, scale: Tensor, scaling: str, device: torch.device) -
         raise ValueError(f"{name}_scale is {scale.dtype}; scales {scaling!r} are {wanted}")
     if scale.device != device:
         raise ValueError(f"{name}_scale is on {scale.device} and the operands are on {device}")
+    scale = scale.resolve_neg()
     return scale.view(E8M0.torch_dtype) if scaling == "1x32" and E8M0.torch_dtype is not None else scale
 
 
@@ -258,7 +270,7 @@ def _out_dtype(args: GroupedArguments, shape: tuple[int, ...]) -> torch.dtype:
 
 
 def _check_overlap(args: GroupedArguments) -> None:
-    from fourwave.ops.gemm.check import _byte_range, _overlaps_itself
+    from fourwave.ops.gemm.check import _byte_range, _interleaved, _overlaps_itself
 
     out = args.out
     if out is None or out.numel() == 0:
@@ -270,5 +282,5 @@ def _check_overlap(args: GroupedArguments) -> None:
         t = getattr(args, name)
         if t is not None and t.numel():
             t_low, t_high = _byte_range(t)
-            if t_low < high and low < t_high:
+            if t_low < high and low < t_high and not _interleaved(out, t, t_low - low):
                 raise ValueError(f"out shares memory with {name}, which would be overwritten while it is read")

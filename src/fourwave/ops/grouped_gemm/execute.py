@@ -28,7 +28,7 @@ def execute(args: GroupedArguments) -> Tensor:
         out = torch.empty(problem.out_shape, dtype=problem.out_dtype, device=args.a.device)
     target = writable(out)
     if target is not out:
-        notes.append(f"out written through a copy: strides {out.stride()}")
+        notes.append(through_a_copy(out))
     tensors = tensors._replace(out=target)
     if problem.is_empty:
         empty(problem, tensors)
@@ -46,10 +46,16 @@ def execute(args: GroupedArguments) -> Tensor:
 
 
 def writable(out: Tensor) -> Tensor:
-    """out, or a copy with contiguous rows where it has none."""
+    """out, or a copy where it is a negated view or its rows are not contiguous."""
+    out = out.resolve_neg()
     inner = out.stride(-1) == 1 or out.shape[-1] == 1
     rows = out.shape[-2] == 1 or out.stride(-2) >= out.shape[-1]
     return out if out.numel() == 0 or (inner and rows) else out.clone(memory_format=torch.contiguous_format)
+
+
+def through_a_copy(out: Tensor) -> str:
+    why = "it is a negated view" if out.is_neg() else f"strides {out.stride()}"
+    return f"out written through a copy: {why}"
 
 
 def empty(problem: GroupedProblem, tensors: GroupedTensors) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 from fourwave.backends import select
 from fourwave.backends.explanation import Explanation, reasons_against
 from fourwave.ops.grouped_gemm.check import GroupedArguments, check
-from fourwave.ops.grouped_gemm.execute import choose, why_not, writable
+from fourwave.ops.grouped_gemm.execute import choose, through_a_copy, why_not, writable
 from fourwave.ops.grouped_gemm.problem import GroupedProblem
 
 
 def explain_arguments(args: GroupedArguments) -> Explanation:
     problem, _, notes = check(args)
     if args.out is not None and writable(args.out) is not args.out:
-        notes.append(f"out written through a copy: strides {args.out.stride()}")
+        notes.append(through_a_copy(args.out))
     return explain_problem(problem, config=args.config, backend=args.backend, notes=notes)
 
 

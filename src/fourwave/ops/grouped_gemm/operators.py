@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fourwave.backends import select
-from fourwave.ops.grouped_gemm.check import GroupedArguments, Tensor, default_out_dtype, result_shape
+from fourwave.ops.grouped_gemm.check import GroupedArguments, Tensor, fake_result
 from fourwave.ops.grouped_gemm.execute import execute
 from fourwave.ops.grouped_gemm.problem import REDUCTION, ROWS
 
@@ -63,11 +63,21 @@ def _grouped_gemm_fake(
     bias: Tensor | None = None,
     trans_b: bool = True,
     out_dtype: torch.dtype | None = None,
-    *_: Any,
-    **__: Any,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    a_scaling: str | None = None,
+    b_scaling: str | None = None,
+    a_scale_layout: str = "rows",
+    b_preshuffled: bool = False,
+    fast_accum: bool = False,
+    backend: str | None = None,
 ) -> Tensor:
-    shape = result_shape(GroupedArguments(a, b, m_sizes, ROWS, (True, trans_b)))
-    return a.new_empty(shape, dtype=out_dtype or default_out_dtype(a, b))
+    return fake_result(
+        GroupedArguments(
+            a, b, m_sizes, ROWS, (True, trans_b), out_dtype, bias, False, None, a_scale, b_scale, a_scaling, b_scaling,
+            a_scale_layout, b_preshuffled, fast_accum, None, backend,
+        )
+    )  # fmt: skip
 
 
 def _wgrad(
@@ -114,11 +124,19 @@ def _wgrad_fake(
     m_sizes: Tensor,
     out_dtype: torch.dtype | None = None,
     transposed: bool = False,
-    *_: Any,
-    **__: Any,
+    dout_scale: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    dout_scaling: str | None = None,
+    x_scaling: str | None = None,
+    fast_accum: bool = False,
+    backend: str | None = None,
 ) -> Tensor:
-    shape = result_shape(GroupedArguments(dout, x, m_sizes, REDUCTION, (transposed, transposed)))
-    return dout.new_empty(shape, dtype=out_dtype or default_out_dtype(dout, x))
+    return fake_result(
+        GroupedArguments(
+            dout, x, m_sizes, REDUCTION, (transposed, transposed), out_dtype, None, False, None, dout_scale, x_scale, dout_scaling,
+            x_scaling, fast_accum=fast_accum, backend=backend,
+        )
+    )  # fmt: skip
 
 
 def _out(
@@ -169,11 +187,30 @@ _out_op = torch.library.custom_op("fourwave::grouped_gemm_out", _out, mutates_ar
 
 @_out_op.register_fake
 def _out_fake(
-    a: Tensor, b: Tensor, m_sizes: Tensor, out: Tensor, split: str, a_k_last: bool, b_k_last: bool, *_: Any, **__: Any
+    a: Tensor,
+    b: Tensor,
+    m_sizes: Tensor,
+    out: Tensor,
+    split: str,
+    a_k_last: bool,
+    b_k_last: bool,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+    a_scale: Tensor | None = None,
+    b_scale: Tensor | None = None,
+    a_scaling: str | None = None,
+    b_scaling: str | None = None,
+    a_scale_layout: str = "rows",
+    b_preshuffled: bool = False,
+    fast_accum: bool = False,
+    backend: str | None = None,
 ) -> None:
-    shape = result_shape(GroupedArguments(a, b, m_sizes, split, (a_k_last, b_k_last)))
-    if tuple(out.shape) != tuple(shape):
-        raise ValueError(f"out is {tuple(out.shape)}; the result is {tuple(shape)}")
+    fake_result(
+        GroupedArguments(
+            a, b, m_sizes, split, (a_k_last, b_k_last), None, bias, accumulate, out, a_scale, b_scale, a_scaling, b_scaling,
+            a_scale_layout, b_preshuffled, fast_accum, None, backend,
+        )
+    )  # fmt: skip
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
