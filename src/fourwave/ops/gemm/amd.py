@@ -14,7 +14,6 @@ from fourwave.backends import guard
 from fourwave.ops.gemm.config import (
     MAX_TILE_BYTES,
     GemmConfig,
-    block_scaled,
     brings_scales,
     default_config,
     dequantizes,
@@ -279,15 +278,18 @@ def _read_in_chunks(problem, config, arch, tensors):
     if problem.layout == "TN":
         rows_b = config.tile_n + (problem.N // 2 if problem.activation == SWIGLU else 0)  # of both halves
     read = [("a", tensors.a, rows_a), ("b", tensors.b, rows_b)]
-    if block_scaled(problem) or brings_scales(problem, arch):
+    if "1x32" in (problem.a_scaling, problem.b_scaling) or brings_scales(problem, arch):
         scales = ((name, getattr(tensors, name)) for name in ("a_scale", "b_scale"))
-        scales = ((name, scale.view(torch.uint8) if scale.element_size() == 1 else scale) for name, scale in scales)
+        scales = (
+            (name, scale.view(torch.uint8) if scale is not None and scale.element_size() == 1 else scale)
+            for name, scale in scales
+        )
         # gfx942 reads single bytes where K is contiguous.
         contiguous = (problem.layout != "NT", problem.layout == "TN")
         read += [
             (name, scale, rows)
             for (name, scale), rows, bytewise in zip(scales, (rows_a, rows_b), contiguous, strict=True)
-            if not (bytewise and dequantizes(problem, arch))
+            if scale is not None and not (bytewise and dequantizes(problem, arch))
         ]
     if problem.K > 0:
         return read

@@ -178,9 +178,9 @@ def candidates(arch: str, elem_bytes: int = 2) -> list[GemmConfig]:
 def candidates_for(problem: GemmProblem, arch: str) -> list[GemmConfig]:
     """The configurations that are compiled and tested for a problem's operands."""
     if arch == "gfx1250":
-        from fourwave.ops.gemm.gfx1250_config import CONFIG
+        from fourwave.ops.gemm import gfx1250_config
 
-        return [CONFIG]
+        return gfx1250_config.candidates(problem)
     if problem.b_preshuffled:
         return [GemmConfig(*sizes, mma=mma(1, arch)) for sizes in _CANDIDATES_SHUFFLED[arch]]
     if dequantizes(problem, arch):

@@ -1,19 +1,22 @@
-"""MXFP4 GEMM for gfx1250: out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out).
+"""MX GEMM for gfx1250: out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out).
 
-a        TN, NN: [M, K / 2]; NT: [K, M / 2]   packed e2m1, element 0 in the low half of a byte, rows 16-byte aligned
-b        TN: [N, K / 2]; NN, NT: [K, N / 2]   likewise
+a        TN, NN: [M, K]; NT: [K, M]   codes in rows that are 16-byte aligned: packed e2m1, two in a byte, element 0 in the low half,
+                                      or float8_e4m3fn or float8_e5m2. TN, NN with packed b: also bfloat16, without scales
+b        TN: [N, K]; NN, NT: [K, N]   packed e2m1, float8_e4m3fn or float8_e5m2, in any mix with a
 a_scale, b_scale   [M or N, ceil(K / 32)] or, NT and b of NN, [ceil(K / 32), M or N]; float8_e8m0fnu, rows 16-byte aligned
 out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
-bias     [N], optional
+bias     [N]; preactivation [M, N], written before the activation; bias_grad [M], NT, the sums of op(a) over K; all optional
 
-Four waves of 32 lanes compute one 256 x 256 tile, each a quarter of 128 x 128 that it holds in registers for all of K.
+Four waves of 32 lanes compute one tile, of 256 x 256 each a quarter of 128 x 128, and hold it in registers for all of K. Where
+M is small, each wave has all rows and a quarter of the columns (gfx1250_config.py lists the tiles).
 Everything goes through LDS, by the tensor data mover (blocks/flydsl/tdm.py), which fills what lies past M, N and K with zeros.
 No allocation depends on K.
 
-LDS      three stages of codes, 256 rows of a and 256 of b, 128 k each (a tile);
+LDS      three stages of codes: 128 k (a tile of K) of the rows of a and b;
          two pages of scales, of the same rows, for the 1024 k of 8 tiles (a group)
-         Where k is not contiguous, 128 rows of 256 codes and 32 of 256 scales in their place; codes are turned as they are
-         read (ds_load_tr4_b64), scales are read byte by byte.
+         Where k is not contiguous, 128 rows of codes and 32 of scales in their place; codes are turned as they are
+         read (ds_load_tr4_b64, ds_load_tr8_b64), scales are read byte by byte.
+         Of 256 x 256 packed codes: 137728 bytes.
 
 Schedule, tile j in stage j % 3 and registers, its scales on page (j // 8) % 2:
          wait until this wave's LDS reads of tile j are back, and its part of tile j + 1 has landed; arrive
@@ -22,11 +25,14 @@ Schedule, tile j in stage j % 3 and registers, its scales on page (j // 8) % 2:
          issue the wave's part of tile j + 3 into the stage of tile j
          read tile j + 1 into the other registers; multiply the rest of tile j
 A tile is thus on its way for two steps of multiplying. Each wave issues one tile of the data mover in each step: half of the
-stored rows of a (waves 0, 1) or of b (2, 3). In every 8th step, waves 0 and 1 bring all rows of a and b, and 2 and 3 the scales of the
-group after next, on the page whose last scales were read in the step before; they share that step's wait.
+stored rows of a (waves 0, 1) or of b (2, 3). In every 8th step, waves 0 and 1 bring all rows of a and b, and 2 and 3 the scales of
+a and b (of b, a half each, where a has none) of the group after next, on the page whose last scales were read in the step
+before; they share that step's wait.
 Tiles past K fetch nothing and land as zeros, so that the wait counts hold in the last steps as well.
 
-Epilogue: two passes of 64 rows of each wave (four of 32 when accumulating), from registers to a place in LDS that no other wave
+Bfloat16 a: b is dequantized in registers, exactly, fragment by fragment as it is multiplied.
+
+Epilogue: passes over rows of each wave, from registers to a place in LDS that no other wave
 uses; there a loop finishes one row after the other, which keeps the code small (512 results of a lane, unrolled, take minutes
 to compile); and to memory as one tile, which drops what lies past M and N. bias, and what was in out, come the same way.
 """
@@ -41,35 +47,12 @@ from fourwave.blocks.flydsl.memory import keep_order, lds_read, lds_struct, lds_
 from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
 from fourwave.blocks.flydsl.tdm import Tile
 from fourwave.blocks.flydsl.tiles import log2
+from fourwave.blocks.flydsl.wmma_tiles import BLOCKS, CODE_GAP, GAP_EVERY, TILE_K, TILES_PER_PAGE, with_gaps
 from fourwave.ops.gemm.cdna import launcher
-from fourwave.ops.gemm.gfx1250_config import (
-    CODE_BYTES,
-    CODE_GAP,
-    CONFIG,
-    LDS,
-    NUM_PAGES,
-    PAGE,
-    SCALE_BYTES,
-    SCALE_GAP,
-    STAGE,
-    TILES_PER_PAGE,
-)
+from fourwave.ops.gemm.gfx1250_config import LINE_BYTES, NUM_PAGES, ROW_GAP, STAGES, geometry
 
-WAVES = 4
-TILE = CONFIG.tile_m  # rows of a and columns of b, alike
-HALF = TILE // 2  # of a wave
-FRAGMENTS = HALF // wmma.MMA_M
-CODE_PITCH, SCALE_PITCH = CODE_BYTES + CODE_GAP, SCALE_BYTES + SCALE_GAP
-FIRST_PAGE = CONFIG.num_stages * STAGE
-OPERAND_CODES, OPERAND_SCALES = TILE * CODE_PITCH, TILE * SCALE_PITCH  # bytes of an operand in a stage and a page
-TURNED_PITCH = (
-    TILE // 2 + CODE_GAP
-)  # of the 128 rows of an operand in which k is not contiguous; scales have no gaps then
 STEPS = 2  # tiles per iteration: registers trade places without copies. Divides TILES_PER_PAGE
-PASS_ROWS = HALF // 2
-GAP = 16  # bytes behind each row in LDS of the epilogue
-RUN = HALF // wmma.WAVE  # columns of a lane in the epilogue: a row for each wave
-ROWS_AT_ONCE = 4
+ROWS_AT_ONCE = 4  # of the epilogue's loop
 
 
 def group_of(tile):
@@ -81,53 +64,49 @@ def in_group(tile):
     return tile & (TILES_PER_PAGE - 1)
 
 
-def operand(turned, first_row, which, lane):
-    """Reads the wave's fragments of a (which 0) or b (1)."""
-    codes_at, scales_at = which * OPERAND_CODES, which * OPERAND_SCALES
-    if turned:
-        return wmma.TurnedOperand(first_row, FRAGMENTS, codes_at, TURNED_PITCH, scales_at, TILE, lane)
-    return wmma.Operand(first_row, FRAGMENTS, codes_at, CODE_PITCH, scales_at, SCALE_PITCH, lane)
-
-
 def build(spec, epi):
     """The launcher of one specialisation (amd.Specialisation), see cdna.launcher."""
-    turned_a, turned_b = spec.problem.layout == "NT", spec.problem.layout != "TN"
-    storage = lds_struct({"all": LDS})
+    problem, config = spec.problem, spec.config
+    geo = geometry(problem, config)
+    storage = lds_struct({"all": geo.lds})
+    dequantized = not geo.a.scaled
 
-    @flyc.kernel(known_block_size=[WAVES * wmma.WAVE, 1, 1])
+    @flyc.kernel(known_block_size=[geo.waves * wmma.WAVE, 1, 1])
     def gemm_gfx1250(arguments):
         M, N, K = arguments.M, arguments.N, arguments.K
         thread = fx.Int32(fx.thread_idx.x)
         lane = thread % wmma.WAVE
         wave = uniform(thread // wmma.WAVE)
-        wave_m, wave_n = wave // 2, wave % 2
-        tiles_m, tiles_n = num_tiles(M, TILE), num_tiles(N, TILE)
-        m_tile, n_tile = output_tile(fx.Int32(fx.block_idx.x), tiles_m, tiles_n, CONFIG.group_m)
+        wave_m, wave_n = wave // config.waves_n, wave % config.waves_n
+        tiles_m, tiles_n = num_tiles(M, config.tile_m), num_tiles(N, config.tile_n)
+        m_tile, n_tile = output_tile(fx.Int32(fx.block_idx.x), tiles_m, tiles_n, config.group_m)
         # Divisions of uniform values end in vector registers; descriptors are scalar.
-        m0, n0 = uniform(m_tile) * TILE, uniform(n_tile) * TILE
+        m0, n0 = uniform(m_tile) * config.tile_m, uniform(n_tile) * config.tile_n
 
         lds = fx.SharedAllocator().allocate(storage).peek().all.ptr
-        bring = Bring(arguments, (turned_a, turned_b), m0, n0, wave, tdm.lds_base(lds))
-        operand_a = operand(turned_a, wave_m * HALF, 0, lane)
-        operand_b = operand(turned_b, wave_n * HALF, 1, lane)
+        bring = Bring(arguments, geo, m0, n0, wave, tdm.lds_base(lds))
+        operand_a = operand(geo, 0, wave_m * geo.a.wave_rows, lane, dequantized)
+        operand_b = operand(geo, 1, wave_n * geo.b.wave_rows, lane, dequantized)
+        mma = products(problem, geo, lane)
 
         def read(tile, stage):
             """Codes and scales of a tile. All Vectors."""
-            codes = stage * STAGE
-            page, number = FIRST_PAGE + (group_of(tile) & 1) * PAGE, in_group(tile)
+            codes = stage * geo.stage
+            page, number = geo.first_page + (group_of(tile) & 1) * geo.page, in_group(tile)
             return (
                 operand_a.codes(lds, codes) + operand_b.codes(lds, codes),
                 operand_a.scales(lds, page, number) + operand_b.scales(lds, page, number),
             )
 
-        def multiply(codes, scales, acc, rows):
-            pairs = FRAGMENTS // 2
-            a, b = codes[:FRAGMENTS], codes[FRAGMENTS:]
-            return wmma.multiply(a, b, acc, scales[:pairs], scales[pairs:], rows)
+        scales_of_a = 0 if dequantized else geo.a.fragments // 2
+
+        def multiply(codes, scales, acc, cells):
+            a, b = codes[: operand_a.values], codes[operand_a.values :]
+            return mma.multiply(a, b, acc, scales[:scales_of_a], scales[scales_of_a:], cells)
 
         # Prologue. Of each wave: one part of the scales of groups 0 and 1; its parts of tiles 0, 1, 2.
         bring.first_scales().load()
-        for stage in fx.range_constexpr(CONFIG.num_stages):
+        for stage in fx.range_constexpr(STAGES):
             bring.codes(fx.Int32(stage), fx.Int32(stage)).load()
         # Of those 4, the first 2: all scales and tile 0. Tiles 1 and 2 may stay in flight.
         tdm.wait_tiles(in_flight=2)
@@ -138,8 +117,8 @@ def build(spec, epi):
 
         # Main loop. State: stage of tile j, its codes and scales, the accumulators.
         num_codes, num_scales = len(codes), len(scales)
-        state = [fx.Int32(0)] + codes + scales + wmma.zero(FRAGMENTS * FRAGMENTS)
-        iterations = num_tiles(K, STEPS * CONFIG.tile_k)
+        state = [fx.Int32(0)] + codes + scales + wmma.zero(mma.results)
+        iterations = num_tiles(K, STEPS * TILE_K)
         for step, state in range(fx.Int32(0), iterations, fx.Int32(1), init=state, unroll=1):
             stage = fx.Int32(state[0])
             values = [fx.Vector(value) for value in state[1:]]
@@ -148,18 +127,18 @@ def build(spec, epi):
             acc = values[num_codes + num_scales :]
             for part in fx.range_constexpr(STEPS):
                 tile = fx.Int32(step) * STEPS + part
-                next_stage = select(stage == CONFIG.num_stages - 1, 0, stage + 1)
+                next_stage = select(stage == STAGES - 1, 0, stage + 1)
                 tdm.wait_lds()
                 # Issued so far: tiles up to j + 2, and scales in place of parts of some, one of each wave in each step. In
                 # order; so all but the last is there: tile j + 1, and what came in the step before last or earlier.
                 tdm.wait_tiles(in_flight=1)
                 tdm.arrive()
                 keep_order()
-                acc = multiply(codes, scales, acc, range(FRAGMENTS // 4))
+                acc = multiply(codes, scales, acc, mma.first)
                 keep_order()
                 tdm.depart()
                 keep_order()
-                brought = bring.codes(tile + CONFIG.num_stages, stage)
+                brought = bring.codes(tile + STAGES, stage)
                 # Scales of group g are last read in step 8 * g + 6. Group g + 2 takes their page in step 8 * g + 7, the last
                 # of an iteration, and is first read in step 8 * g + 15.
                 if fx.const_expr(part == STEPS - 1):
@@ -168,7 +147,7 @@ def build(spec, epi):
                 brought.load()
                 keep_order()
                 next_codes, next_scales = read(tile + 1, next_stage)
-                acc = multiply(codes, scales, acc, range(FRAGMENTS // 4, FRAGMENTS))
+                acc = multiply(codes, scales, acc, mma.rest)
                 keep_order()
                 codes, scales, stage = next_codes, next_scales, next_stage
             results = yield [stage] + codes + scales + acc
@@ -180,31 +159,46 @@ def build(spec, epi):
         tdm.depart()
         keep_order()
         acc = [fx.Vector(value) for value in results[1 + num_codes + num_scales :]]
-        store(acc, epi, arguments, lds, m0 + wave_m * HALF, n0 + wave_n * HALF, wave, lane)
+        m0, n0 = m0 + wave_m * geo.a.wave_rows, n0 + wave_n * geo.b.wave_rows
+        if fx.const_expr(epi.bias_grad_dtype is not None):
+            store_sums(acc[-geo.a.fragments :], epi, arguments, geo, lds, m0, n0, wave, lane)
+        store(acc, epi, arguments, geo, lds, m0, n0, wave, lane)
 
-    return launcher(gemm_gfx1250, CONFIG, epi, threads=WAVES * wmma.WAVE)
+    return launcher(gemm_gfx1250, config, epi, threads=geo.waves * wmma.WAVE)
+
+
+def operand(geo, which, first_row, lane, dequantized):
+    """Reads the wave's fragments of a (which 0) or b (1)."""
+    side = (geo.a, geo.b)[which]
+    make = wmma.TurnedOperand if side.turned else wmma.Operand
+    return make(side, first_row, which * geo.a.code_bytes, which * geo.a.scale_bytes, lane, dequantized)
+
+
+def products(problem, geo, lane):
+    """Multiplies the wave's fragments."""
+    if not geo.a.scaled:
+        return wmma.Dequantized(geo.a.fragments, geo.b.fragments, lane)
+    a, b = (str(dtype).removeprefix("torch.") for dtype in (problem.a_dtype, problem.b_dtype))
+    return wmma.Scaled(a, b, geo.a.fragments, geo.b.fragments, row_sums=problem.bias_grad_dtype is not None)
 
 
 class Bring:
     """What one wave brings to LDS."""
 
-    def __init__(self, arguments, turned, m0, n0, wave, lds):
+    def __init__(self, arguments, geo, m0, n0, wave, lds):
         is_b, second = wave >= 2, wave % 2 == 1
-
-        def strips(which, first, size):
-            """Of the codes and of the scales of a (which 0) or b (1)."""
-            name, K = "ab"[which], arguments.K
-            tensors = getattr(arguments, name), getattr(arguments, f"{name}_scale")
-            places = lds + which * OPERAND_CODES, lds + FIRST_PAGE + which * OPERAND_SCALES
-            make = _Strip.turned if turned[which] else _Strip.of
-            return make(tensors, first, size, K, places)
-
-        a, b = strips(0, m0, arguments.M), strips(1, n0, arguments.N)
-        self._scales = b[1].otherwise(second, a[1])
+        a = _Strip.codes(geo, 0, arguments.a, m0, arguments.M, arguments.K, lds)
+        b = _Strip.codes(geo, 1, arguments.b, n0, arguments.N, arguments.K, lds)
+        self._half = b.otherwise(is_b, a).half(second)
+        b_scales = _Strip.scales(geo, 1, arguments.b_scale, n0, arguments.N, arguments.K, lds)
+        if geo.a.scaled:
+            a_scales = _Strip.scales(geo, 0, arguments.a_scale, m0, arguments.M, arguments.K, lds)
+            self._scales = b_scales.otherwise(second, a_scales)
+        else:
+            self._scales = b_scales.half(second)
         self._first_group = select(is_b, 1, 0)
-        self._half = b[0].otherwise(is_b, a[0]).half(second)
         # Chosen once, so that the loop has scalars to add up, and no lane masks.
-        self._eighth = self._scales.otherwise(is_b, b[0].otherwise(second, a[0]))
+        self._eighth = self._scales.otherwise(is_b, b.otherwise(second, a))
 
     def first_scales(self):
         """Group 0 by waves 0 and 1, group 1 by 2 and 3."""
@@ -221,19 +215,20 @@ class Bring:
         return strip.tile(strip.first_at + group * strip.per_group, stage, group & 1)
 
 
-_LONG = ("start", "stride", "along")
+_LONG = ("start", "stride", "along", "pitch")
 _SHORT = (
-    "rows", "columns", "row_unit", "column_unit", "lds", "pitch", "tile_rows", "tile_columns", "layout", "per_stage",
+    "rows", "columns", "row_unit", "column_unit", "lds", "half_lds", "tile_rows", "tile_columns", "layout", "per_stage",
     "per_page", "per_tile", "first_at", "per_group",
 )  # fmt: skip
 
 
 class _Strip:
-    """An operand's codes or scales, from which tiles are taken along K.
+    """An operand's codes or scales, from which tiles are taken along K. An element: a byte, or a bfloat16.
 
-    start         Int64 address; stride, along: Int64, bytes to the next row and to the next place along K
+    start         Int64 address; pitch, along: Int64, bytes to the next row and to the next place along K
+    stride        Int64, elements to the next row
     rows, columns how many there are from `start` on; row_unit, column_unit: how many of them a place along K is, 0 or 1
-    lds, pitch    address in LDS of the first row in stage or page 0, and bytes to the next
+    lds, half_lds address in LDS of the first row in stage or page 0, and bytes that half of a tile's rows take
     tile_rows, tile_columns, layout    of a tile, and of that in LDS (tdm.layout)
     per_stage, per_page   bytes in LDS from one stage or page to the next
     per_tile, per_group, first_at     places along K of a tile, of 8, and of what is brought in step 7
@@ -246,27 +241,49 @@ class _Strip:
             setattr(self, name, fx.Int32(fields[name]))
 
     @staticmethod
-    def of(tensors, first, size, K, places):
-        """k is contiguous: a row for each row of op(a), or column of op(b), from `first` on; places along K are bytes."""
-        return _codes_and_scales(
-            tensors, places, lambda stride: fx.Int64(first) * stride, lambda stride: 1,
-            {"rows": size - first, "row_unit": 0, "column_unit": 1, "tile_rows": TILE},
-            ({"columns": K >> 1, "pitch": CODE_PITCH}, {"columns": (K + 31) >> 5, "pitch": SCALE_PITCH}),
-            (CODE_BYTES, SCALE_BYTES), (CODE_GAP, SCALE_GAP), ({}, {}),
+    def codes(geo, which, tensor, first, size, K, lds):
+        """Of a (which 0) or b (1), from row of op(a) or column of op(b) `first` on, of `size`."""
+        side = (geo.a, geo.b)[which]
+        packed = 1 if side.bits == 4 else 0  # two codes share a byte
+        return _Strip._of(
+            tensor, side.turned, first >> packed if side.turned else first, size - first, K, packed,
+            max(1, side.bits // 8), (side.stored_rows, side.row_bytes), CODE_GAP, TILE_K,
+            # Step 7 brings codes of tile 10.
+            TILES_PER_PAGE - 1 + STAGES,
+            {"lds": lds + which * geo.a.code_bytes, "per_stage": geo.stage, "per_page": 0},
         )  # fmt: skip
 
     @staticmethod
-    def turned(tensors, first, size, K, places):
-        """A row for each k, or 32 of them; places along K are rows."""
-        left = size - first
-        return _codes_and_scales(
-            tensors, places, None, lambda stride: stride,
-            {"row_unit": 1, "column_unit": 0},
-            (
-                {"rows": K, "columns": left >> 1, "pitch": TURNED_PITCH, "tile_rows": CONFIG.tile_k, "offset": first >> 1},
-                {"rows": (K + 31) >> 5, "columns": left, "pitch": TILE, "tile_rows": SCALE_BYTES, "offset": first},
-            ),
-            (TILE // 2, TILE), (CODE_GAP, 0), ({"per_tile": CONFIG.tile_k}, {"per_tile": wmma.BLOCKS}),
+    def scales(geo, which, tensor, first, size, K, lds):
+        side = (geo.a, geo.b)[which]
+        return _Strip._of(
+            tensor, side.turned, first, size - first, (K + 31) >> 5, 0, 1, (side.scale_rows, side.scale_row_bytes),
+            side.scale_gap, BLOCKS,
+            # Step 7 brings scales of group 2.
+            NUM_PAGES * TILES_PER_PAGE,
+            {"lds": lds + geo.first_page + which * geo.a.scale_bytes, "per_stage": 0, "per_page": geo.page},
+        )  # fmt: skip
+
+    @staticmethod
+    def _of(tensor, turned, first, left, length, packed, size, tile, gap, unit, first_tile, places):
+        """first: row, or column where turned; left: how many op's rows are left; length: along K; size: bytes of an element;
+        tile: rows and bytes of a row; unit: along K of a tile; first_tile: its number in step 7."""
+        stride = fx.Int64(fx.get_scalar(tensor.stride[0]))
+        pitch = stride * size
+        rows, row_bytes = tile
+        if turned:
+            extents = {"rows": length, "columns": left >> packed, "row_unit": 1, "column_unit": 0}
+            start, along, per_tile = fx.Int64(first) * size, pitch, unit
+        else:
+            extents = {"rows": left, "columns": length >> packed, "row_unit": 0, "column_unit": 1}
+            start, along, per_tile = fx.Int64(first) * pitch, size, unit >> packed
+        return _Strip(
+            {
+                **places, **extents, "start": tdm.address(tensor) + start, "stride": stride, "pitch": pitch, "along": along,
+                "half_lds": with_gaps(rows // 2 * row_bytes, gap), "tile_rows": rows, "tile_columns": row_bytes // size,
+                "layout": tdm.layout(size, GAP_EVERY, gap), "per_tile": per_tile, "first_at": first_tile * per_tile,
+                "per_group": TILES_PER_PAGE * per_tile,
+            }
         )  # fmt: skip
 
     def otherwise(self, condition, other):
@@ -278,9 +295,9 @@ class _Strip:
         fields = {name: getattr(self, name) for name in _LONG + _SHORT}
         fields["tile_rows"] = self.tile_rows >> 1
         skipped = select(second, fields["tile_rows"], 0)
-        fields["start"] = self.start + self.stride * fx.Int64(skipped)
+        fields["start"] = self.start + self.pitch * fx.Int64(skipped)
         fields["rows"] = self.rows - skipped
-        fields["lds"] = self.lds + skipped * self.pitch
+        fields["lds"] = self.lds + select(second, self.half_lds, 0)
         return _Strip(fields)
 
     def tile(self, at, stage, page):
@@ -294,79 +311,96 @@ class _Strip:
         return Tile.of(start, lds, (self.tile_rows, self.tile_columns), left, self.stride, self.layout)
 
 
-def _codes_and_scales(tensors, places, offset, along, both, each, columns, gaps, units):
-    """Two strips. offset, along: functions of the stride in bytes."""
-    made = []
-    for i in range(2):
-        fields = {**both, **each[i]}
-        stride = fx.Int64(fx.get_scalar(tensors[i].stride[0]))
-        per_tile = units[i].get("per_tile", columns[i] if i == 0 else wmma.BLOCKS)
-        # Step 7 brings codes of tile 10, and the scales of group 2.
-        first = (TILES_PER_PAGE - 1 + CONFIG.num_stages) if i == 0 else NUM_PAGES * TILES_PER_PAGE
-        fields |= {
-            "start": tdm.address(tensors[i]) + (fx.Int64(fields["offset"]) if offset is None else offset(stride)),
-            "stride": stride, "along": along(stride), "lds": places[i], "tile_columns": columns[i],
-            "layout": tdm.layout(1, columns[i], gaps[i]), "per_stage": STAGE if i == 0 else 0,
-            "per_page": 0 if i == 0 else PAGE, "per_tile": per_tile, "first_at": first * per_tile,
-            "per_group": TILES_PER_PAGE * per_tile,
-        }  # fmt: skip
-        made.append(_Strip(fields))
-    return made
+def store_sums(sums, epi, arguments, geo, lds, m0, n0, wave, lane):
+    """bias_grad of a wave's rows, from m0 on, by the waves that hold out's first columns. Each lane holds the sum of row
+    lane % 16 of each fragment, in every element."""
+    dtype = epi.bias_grad_dtype
+    size = dtype.width // 8
+    line = geo.lds - (geo.waves - wave) * LINE_BYTES
+    start = tdm.address(arguments.bias_grad) + fx.Int64(m0) * size
+    rows = geo.a.wave_rows
+    left = (fx.Int32(1), select(n0 == 0, tdm.not_negative(arguments.M - m0), 0))
+    tile = Tile.of(start, tdm.lds_base(lds) + line, (1, rows), left, fx.Int64(rows), tdm.layout(size))
+    if epi.accumulate:
+        tile.load()
+        tdm.wait_tiles(in_flight=0)
+    for i, value in enumerate(sums):
+        at = line + (i * wmma.MMA_M + lane % wmma.MMA_M) * size
+        total = fx.Vector.filled(1, value[0], fx.Float32)
+        if epi.accumulate:
+            total = total + lds_read(lds, at, 1, dtype).to(fx.Float32)
+        lds_write(lds, at, total.to(dtype)[0], size)
+    tdm.wait_lds()
+    tile.store()
+    tdm.wait_tiles(in_flight=0)  # bias takes the same place
 
 
-def store(acc, epi, arguments, lds, m0, n0, wave, lane):
-    """Finish and store a wave's 128 x 128 results, from out[m0, n0] on."""
+def store(acc, epi, arguments, geo, lds, m0, n0, wave, lane):
+    """Finish and store a wave's results, from out[m0, n0] on."""
+    columns, rows = geo.b.wave_rows, geo.pass_rows
     size = epi.out_dtype.width // 8
-    rows = PASS_ROWS // 2 if epi.accumulate else PASS_ROWS
-    pitch, out_pitch = HALF * 4 + GAP, HALF * size + GAP
-    # The wave's places in LDS: its results, over which out is written; what was in out; the bias.
+    pitch, out_pitch = geo.pitch(4), geo.pitch(size)
+    run = columns // wmma.WAVE  # of a lane: a row for each wave
+    # The wave's places in LDS: its results, over which out is written; what was in out; the preactivation; the bias.
     results = wave * (rows * pitch)
-    old = WAVES * rows * pitch + wave * (rows * out_pitch)
-    line = LDS - WAVES * HALF * 4 + wave * (HALF * 4)
+    old = geo.waves * rows * pitch + wave * (rows * out_pitch)
+    line = geo.lds - (geo.waves - wave) * LINE_BYTES
     base = tdm.lds_base(lds)
     columns_left = tdm.not_negative(arguments.N - n0)
-    stride = fx.Int64(fx.get_scalar(arguments.out.stride[0]))
-    column = lane * RUN
+    column = lane * run
+    saved = None
+    if epi.preactivation_dtype is not None:
+        saved_size = epi.preactivation_dtype.width // 8
+        saved_pitch = geo.pitch(saved_size)
+        saved = geo.waves * rows * (pitch + out_pitch * epi.accumulate) + wave * (rows * saved_pitch)
 
     bias = None
     if epi.bias_dtype is not None:
         bias_size = epi.bias_dtype.width // 8
         start = tdm.address(arguments.bias) + fx.Int64(n0) * bias_size
         left = (fx.Int32(1), columns_left)
-        Tile.of(start, base + line, (1, HALF), left, fx.Int64(HALF), tdm.layout(bias_size)).load()
+        Tile.of(start, base + line, (1, columns), left, fx.Int64(columns), tdm.layout(bias_size)).load()
         tdm.wait_tiles(in_flight=0)
-        bias = lds_read(lds, line + column * bias_size, RUN, epi.bias_dtype).to(fx.Float32)
+        bias = lds_read(lds, line + column * bias_size, run, epi.bias_dtype).to(fx.Float32)
 
     def finish(step, state):
         """Rows ROWS_AT_ONCE * step on. 16-bit rows of out lie where results of rows up to theirs were."""
         numbers = [step * ROWS_AT_ONCE + e for e in range(ROWS_AT_ONCE)]
         for row, values in [
-            (row, lds_read(lds, results + row * pitch + column * 4, RUN, fx.Float32)) for row in numbers
+            (row, lds_read(lds, results + row * pitch + column * 4, run, fx.Float32)) for row in numbers
         ]:
-            z = [values[e] * arguments.alpha for e in range(RUN)]
+            z = [values[e] * arguments.alpha for e in range(run)]
             if bias is not None:
                 z = [x + bias[e] for e, x in enumerate(z)]
+            if saved is not None:
+                value = fx.Vector.from_elements(z, fx.Float32).to(epi.preactivation_dtype)
+                lds_write(lds, saved + row * saved_pitch + column * saved_size, value, run * saved_size)
             value = fx.Vector.from_elements([activate(x, epi.activation) for x in z], fx.Float32)
             if epi.accumulate:
-                value = value + lds_read(lds, old + row * out_pitch + column * size, RUN, epi.out_dtype).to(fx.Float32)
-            lds_write(lds, results + row * out_pitch + column * size, value.to(epi.out_dtype), RUN * size)
+                value = value + lds_read(lds, old + row * out_pitch + column * size, run, epi.out_dtype).to(fx.Float32)
+            lds_write(lds, results + row * out_pitch + column * size, value.to(epi.out_dtype), run * size)
         return state
 
-    for part in range(HALF // rows):
+    def place(tensor, row0, element):
+        """Address of tensor[row0, n0], and its stride."""
+        stride = fx.Int64(fx.get_scalar(tensor.stride[0]))
+        return tdm.address(tensor) + (fx.Int64(row0) * stride + fx.Int64(n0)) * element, stride
+
+    for part in range(geo.a.wave_rows // rows):
         row0 = m0 + part * rows
-        start = tdm.address(arguments.out) + (fx.Int64(row0) * stride + fx.Int64(n0)) * size
+        start, stride = place(arguments.out, row0, size)
         rows_left = tdm.not_negative(arguments.M - row0)
         if part > 0:
             tdm.wait_tiles(in_flight=0)  # the pass before has left LDS
             keep_order()
         if epi.accumulate:
-            layout = tdm.layout(size, HALF * size, GAP)
-            Tile.of(start, base + old, (rows, HALF), (rows_left, columns_left), stride, layout).load()
+            layout = tdm.layout(size, columns * size, ROW_GAP)
+            Tile.of(start, base + old, (rows, columns), (rows_left, columns_left), stride, layout).load()
         for i in range(rows // wmma.MMA_M):
             at = results + (i * wmma.MMA_M + lane % wmma.MMA_M) * pitch
             at = at + (lane // wmma.MMA_M) * (wmma.ACC_PER_LANE * 4)
-            for j in range(FRAGMENTS):
-                values = acc[(part * (rows // wmma.MMA_M) + i) * FRAGMENTS + j]
+            for j in range(geo.b.fragments):
+                values = acc[(part * (rows // wmma.MMA_M) + i) * geo.b.fragments + j]
                 for half in range(2):
                     four = values.shuffle(values, list(range(4 * half, 4 * half + 4)))
                     lds_write(lds, at + j * wmma.MMA_N * 4 + half * 16, four)
@@ -377,5 +411,9 @@ def store(acc, epi, arguments, lds, m0, n0, wave, lane):
         loop(rows // ROWS_AT_ONCE, [], finish)
         tdm.wait_lds()
         # Rows with their gap, which lies past the tensor's columns.
-        left = (rows_left, minimum(columns_left, fx.Int32(HALF)))
-        Tile.of(start, base + results, (rows, HALF + GAP // size), left, stride, tdm.layout(size)).store()
+        left = (rows_left, minimum(columns_left, fx.Int32(columns)))
+        Tile.of(start, base + results, (rows, columns + ROW_GAP // size), left, stride, tdm.layout(size)).store()
+        if saved is not None:
+            start, stride = place(arguments.preactivation, row0, saved_size)
+            tile = (rows, columns + ROW_GAP // saved_size)
+            Tile.of(start, base + saved, tile, left, stride, tdm.layout(saved_size)).store()

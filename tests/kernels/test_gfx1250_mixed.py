@@ -1,0 +1,256 @@
+"""The GEMM kernel for gfx1250 with MXFP8 and bfloat16 operands, few rows and further outputs; MXFP4 alone: test_gfx1250.py."""
+
+from __future__ import annotations
+
+import gfx1250_launches
+import pytest
+import torch
+from gfx1250_launches import OPERANDS, case_of, layouts
+
+import fourwave as fw
+from fourwave import sim
+from fourwave.ops.gemm.config import why_unsupported
+from fourwave.ops.gemm.gfx1250_config import LDS_LIMIT, candidates, geometry
+from fourwave.perf import isa
+from fourwave.quantize.tensor import FORMATS, QuantizedTensor
+from fourwave.testing.cases import GemmCase
+from fourwave.testing.exact_scales import ExactScales
+from fourwave.testing.shapes import Shape
+
+ARCH = "gfx1250"
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+needs_sim = pytest.mark.skipif(
+    sim.unavailable("gfx1250") is not None, reason=f"no simulator: {sim.unavailable('gfx1250')}"
+)
+EACH = [
+    pytest.param(
+        operands, layout, marks=[] if (operands, layout) in (("mxfp8 x mxfp4", "TN"), ("bf16 x mxfp4", "NN")) else pytest.mark.slow
+    )
+    for operands in OPERANDS
+    for layout in layouts(operands)
+]  # fmt: skip
+
+
+def passes(case, config=None):
+    result = case.run("sim:gfx1250", config=config)
+    assert result.passed, result
+
+
+@needs_sim
+@pytest.mark.parametrize(("operands", "layout"), EACH)
+def test_tails(operands, layout):
+    """In M, N and K, past the first page of scales; and what fits the small tiles."""
+    passes(case_of(operands, layout, Shape("", 290, 270, 1090)))
+    passes(case_of(operands, layout, Shape("", 18, 146, 202)))
+
+
+@needs_sim
+@pytest.mark.parametrize("index", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(("operands", "layout"), EACH)
+def test_sums_of_scales_are_exact(operands, layout, index):
+    """Every sum is exact, and a scale taken from another row, block or page changes it; each tile."""
+    config = candidates(case_of(operands, layout, Shape("", 64, 64, 64)).problem)[index]
+    case = ExactScales(Shape("", config.tile_m, 256, 2304), layout, out_dtype=FP32, **OPERANDS[operands])
+    passes(case, config)
+
+
+@needs_sim
+@pytest.mark.parametrize(("operands", "layout"), EACH)
+def test_codes_meet_their_own(operands, layout):
+    """One value that is not zero in each row of a, at a k of its own: row m of out is column k of b's values."""
+    M, N, K = 64, 256, 384
+    case = case_of(operands, layout, Shape("", M, N, K), seed=4)
+    _, b = case.operands()
+    assert isinstance(b, QuantizedTensor)
+    k = (torch.arange(M) * 37 + 5) % K
+    values = torch.zeros(M, K)
+    values[torch.arange(M), k] = 1.0
+    values = values if layout != "NT" else values.mT.contiguous()
+    name = case.a_format
+    a = values.bfloat16() if name is None else fw.quantize(values, name, "columnwise" if layout == "NT" else "rowwise")
+    out = fw.gemm(
+        a, b, trans_a=layout == "NT", trans_b=layout == "TN", backend="sim:gfx1250", out_dtype=FP32
+    )  # fmt: skip
+    right = b.dequantize(torch.float64)
+    assert torch.equal(out.double(), right[:, k].mT if layout == "TN" else right[k])
+
+
+@needs_sim
+@pytest.mark.parametrize("layout", ["TN", "NN"])
+def test_each_code_and_scale_becomes_its_bfloat16(layout):
+    """Every e2m1 code with every scale that keeps it in bfloat16's range, times one: bit for bit. NaN scales give NaN."""
+    K = 32 * 252
+    exponent = torch.arange(252).repeat(16, 1) + torch.arange(16)[:, None] % 2
+    scale = exponent.to(torch.uint8)
+    scale[5, 100] = 255
+    nibbles = torch.arange(16)[:, None].expand(16, K).to(torch.uint8)
+    codes = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).contiguous()
+    a = torch.zeros(252, K, dtype=BF16)
+    a[torch.arange(252), torch.arange(252) * 32 + torch.arange(252) % 32] = 1.0
+    if layout == "TN":
+        b = QuantizedTensor.from_codes("mxfp4", codes, scale)
+    else:
+        packed = (nibbles.mT[:, ::2] | nibbles.mT[:, 1::2] << 4).contiguous()
+        b = QuantizedTensor.from_codes("mxfp4", None, None, packed, scale.mT.contiguous())
+    out = fw.gemm(a, b, trans_b=layout == "TN", backend="sim:gfx1250", out_dtype=FP32)
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    values = torch.cat([magnitudes, -magnitudes])
+    exact = values * torch.exp2(scale.mT.double() - 127).masked_fill(scale.mT == 255, float("nan"))
+    # In row 100, column 5 alone is NaN: a's zeros meet finite values elsewhere. But NaN times zero is NaN in its column.
+    exact[:, 5] = float("nan")
+    assert torch.equal(out.double().nan_to_num(-1.0), exact.nan_to_num(-1.0))
+
+
+@needs_sim
+@pytest.mark.parametrize(("operands", "layout"), [("mxfp8 x mxfp4", "TN"), ("bf16 x mxfp4", "NN")])
+@pytest.mark.parametrize("options", [{"completion": "random", "schedule": "reverse"}])
+def test_order_does_not_matter(operands, layout, options, monkeypatch):
+    import functools
+
+    monkeypatch.setattr(sim, "session", functools.partial(sim.session, **options))
+    passes(case_of(operands, layout, Shape("", 64, 250, 2592)))
+
+
+@needs_sim
+@pytest.mark.parametrize("rows", [pytest.param(300, marks=pytest.mark.slow), 18])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bias_dtype": FP32, "activation": "silu", "preactivation": BF16},
+        {"out_dtype": BF16, "activation": "gelu", "preactivation": FP32, "accumulate": True, "out_view": "sliced"},
+        {"out_dtype": FP16, "preactivation": FP16, "accumulate": True, "alpha": 0.5},
+    ],
+)
+def test_preactivation(fields, rows):
+    passes(case_of("mxfp4", "TN", Shape("", rows, 274, 160), **fields))
+
+
+@needs_sim
+@pytest.mark.parametrize(
+    ("operands", "rows", "fields"),
+    [
+        pytest.param("mxfp4", 300, {"bias_grad": FP32}, marks=pytest.mark.slow),
+        ("mxfp4", 32, {"bias_grad": BF16, "accumulate": True}),
+        ("mxfp8 x mxfp4", 50, {"bias_grad": FP16, "accumulate": True, "bias_dtype": BF16, "preactivation": BF16}),
+        pytest.param("mxfp8", 142, {"bias_grad": FP32, "out_dtype": BF16}, marks=pytest.mark.slow),
+    ],
+)
+def test_bias_grad(operands, rows, fields):
+    """NaN scales of b do not reach it."""
+    case = case_of(operands, "NT", Shape("", rows, 514, 1090), **fields)
+    passes(case)
+    a, b = case.operands()
+    assert isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and b.columnwise_scale is not None
+    b.columnwise_scale.view(torch.uint8)[3] = 255
+    sums = torch.full((rows,), float("nan"))
+    out = fw.gemm(a, b, trans_a=True, trans_b=False, bias_grad=sums, backend="sim:gfx1250", out_dtype=FP32)
+    assert out.isnan().all() and sums.isfinite().all()
+
+
+@needs_sim
+def test_rows_do_not_depend_on_their_number():
+    """Each tile adds along K in the same order."""
+    a, b = case_of("mxfp4", "TN", Shape("", 300, 128, 640)).operands()
+    assert isinstance(a, QuantizedTensor) and a.data is not None and a.scale is not None
+    every = fw.gemm(a, b, backend="sim:gfx1250", out_dtype=FP32, batch_invariant=True)
+    for rows in (1, 33, 64, 65):
+        few = QuantizedTensor.from_codes("mxfp4", a.data[:rows], a.scale[:rows])
+        out = fw.gemm(few, b, backend="sim:gfx1250", out_dtype=FP32, batch_invariant=True)
+        assert torch.equal(out, every[:rows])
+
+
+def _skewed(monkeypatch, kernel):
+    """The next tile's codes."""
+    codes = kernel.wmma.Operand.codes
+
+    def moved(self, lds, start):
+        return codes(self, lds, start + 16 * (self.side.bits != 4))
+
+    monkeypatch.setattr(kernel.wmma.Operand, "codes", moved)
+
+
+def _other_scale(monkeypatch, kernel):
+    make = kernel._Strip.scales
+
+    def one_further(geo, which, tensor, first, size, K, lds):
+        return make(geo, which, tensor, first + (which == 1), size, K, lds)
+
+    monkeypatch.setattr(kernel._Strip, "scales", staticmethod(one_further))
+
+
+def _half_of_scales(monkeypatch, kernel):
+    """Wave 3 brings what wave 2 does."""
+    half = kernel._Strip.half
+    monkeypatch.setattr(kernel._Strip, "half", lambda self, second: half(self, second & (self.per_page == 0)))
+
+
+@needs_sim
+@pytest.mark.parametrize(
+    ("operands", "break_it"),
+    [("mxfp8 x mxfp4", _skewed), ("bf16 x mxfp4", _skewed), ("bf16 x mxfp4", _other_scale), ("mxfp8", _other_scale),
+     ("bf16 x mxfp4", _half_of_scales)],
+)  # fmt: skip
+def test_broken_kernels_are_seen(monkeypatch, operands, break_it):
+    from fourwave.ops.gemm import amd, gfx1250
+
+    monkeypatch.setattr(amd, "_compiled", {})
+    break_it(monkeypatch, gfx1250)
+    try:
+        result = case_of(operands, "TN", Shape("", 32, 256, 2560)).run("sim:gfx1250")
+    except sim.SimulationError:
+        return
+    assert not result.passed
+
+
+def test_what_is_refused():
+    def refused(**fields):
+        return why_unsupported(GemmCase(Shape("", 64, 64, 64), out_dtype=FP32, **fields).problem, None, ARCH) or ""
+
+    assert "a is torch.bfloat16 in layout NT" in refused(layout="NT", **OPERANDS["bf16 x mxfp4"])
+    assert "a is torch.float16 with scales None" in refused(dtype=FP16, b_format="mxfp4")
+    assert "b is torch.bfloat16 with scales None" in refused(a_format="mxfp4")
+    assert "b is torch.bfloat16 with scales None" in refused()
+    assert "b is torch.float8_e4m3fn" in refused(b_format="mxfp8_e4m3")
+    assert "swiglu is not" in refused(activation="swiglu", **OPERANDS["mxfp8"])
+    mixed = case_of("bf16 x mxfp4", "TN", Shape("", 64, 64, 64)).problem
+    packed = case_of("mxfp4", "TN", Shape("", 64, 64, 64)).problem
+    assert "16x16x128" in (why_unsupported(mixed, candidates(packed)[0], ARCH) or "")
+
+
+def test_what_is_refused_of_formats_is_all_that_is_not_built():
+    for name in FORMATS:
+        built = name in ("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2")
+        problem = GemmCase(Shape("", 64, 64, 64), a_format=name, b_format="mxfp4", out_dtype=FP32).problem
+        assert (why_unsupported(problem, None, ARCH) is None) is built, name
+
+
+def test_lds_fits_and_does_not_depend_on_k():
+    for _, case, config in gfx1250_launches.kernels():
+        if config is not None:
+            assert geometry(case.problem, config).lds <= LDS_LIMIT
+
+
+VARIANTS = [
+    ("mxfp8 x mxfp4", "TN", 0),
+    ("bf16 x mxfp4", "TN", 0),
+    ("mxfp8", "NT", 0),
+    ("mxfp4", "TN", 1),
+    ("mxfp4", "TN", 2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("operands", "layout", "index"), VARIANTS)
+def test_what_the_compiler_makes_of_it(operands, layout, index):
+    """Per iteration of two steps: two tiles of the data mover, as many waits for one; nothing spilled."""
+    problem = case_of(operands, layout, Shape("", 4096, 4096, 4096)).problem
+    config = candidates(problem)[index]
+    kernel = isa.compile_isa(problem, config, ARCH)
+    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+    geo = geometry(problem, config)
+    loop = kernel.main_loop
+    assert kernel.lds_bytes == geo.lds
+    products = geo.a.fragments * geo.b.fragments * (1 if geo.a.scaled else 4)
+    assert (loop.k, loop.mfma, loop.loads_to_lds, loop.barriers) == (256, 2 * products, 2, 2)
+    assert loop.waits.count("tensorcnt(1)") == 2 and (loop.loads, loop.stores) == (0, 0)
