@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
+import gfx1250_launches
 import grouped_launches
 import launches
 import quantize_launches
@@ -83,13 +84,8 @@ def _splits(arch: str) -> Iterator[tuple[str, GemmCase]]:
 
 def _gemms(arch: str) -> Iterator[KernelCall]:
     if arch == "gfx1250":
-        for layout in launches.LAYOUTS:
-            # 20 steps: the pages of scales are brought twice. With alpha = 1 the epilogue would store what it read.
-            shape = Shape("pages", 256, 256, 2560)
-            case = GemmCase(shape, layout, a_format="mxfp4", b_format="mxfp4", out_dtype=FP32, alpha=0.75)
-            yield KernelCall(f"gemm mxfp4 {layout}", arch, _gemm(arch, case, None))
-        full = replace(case, layout="TN", out_dtype=BF16, bias_dtype=FP32, activation="gelu", accumulate=True)
-        yield KernelCall("gemm mxfp4 TN epilogue", arch, _gemm(arch, full, None))
+        for name, case, config in gfx1250_launches.kernels():
+            yield KernelCall(name, arch, _gemm(arch, case, config))
         return
     for precision, layout, config in launches.kernels(arch):
         case = launches.case_of(arch, precision, layout, launches.pipeline(config, precision))

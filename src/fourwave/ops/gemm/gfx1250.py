@@ -128,6 +128,8 @@ def build(spec, epi):
             for part in fx.range_constexpr(STEPS):
                 tile = fx.Int32(step) * STEPS + part
                 next_stage = select(stage == STAGES - 1, 0, stage + 1)
+                # The last reads are of scales, whose page nothing overwrites in an even step: one might stay out then. But the
+                # order of reads is the compiler's, so no count other than 0 is safe.
                 tdm.wait_lds()
                 # Issued so far: tiles up to j + 2, and scales in place of parts of some, one of each wave in each step. In
                 # order; so all but the last is there: tile j + 1, and what came in the step before last or earlier.
@@ -152,7 +154,8 @@ def build(spec, epi):
                 codes, scales, stage = next_codes, next_scales, next_stage
             results = yield [stage] + codes + scales + acc
 
-        # Drain: what is left are tiles past K and the reads of one. LDS is then the epilogue's.
+        # Drain: what is left are tiles past K and the reads of one. LDS is then the epilogue's. (The last read is of scales, and
+        # no epilogue of today's reaches them; that is not relied on.)
         tdm.wait_lds()
         tdm.wait_tiles(in_flight=0)
         tdm.arrive()
