@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -178,9 +179,48 @@ def test_a_kernel_without_waits_has_nothing_to_check():
     assert waits.compare([Node("entry", [LOAD])], [Node("entry", [])]) == []
 
 
-def test_gfx1250_is_refused():
-    with pytest.raises(NotImplementedError, match="gfx1250"):
-        waits.check("", "", "gfx1250")
+@functools.cache
+def compiled_gfx1250(layout: str) -> isa.CompiledKernel:
+    scaled = {"a_scaling": "1x32", "b_scaling": "1x32"}
+    problem = GemmProblem(4096, 4096, 4096, layout, torch.uint8, torch.uint8, torch.bfloat16, **scaled)
+    return isa.compile_isa(problem, None, "gfx1250", lines=True)
+
+
+@needs_flydsl
+@pytest.mark.parametrize("layout", ["TN", *(pytest.param(x, marks=pytest.mark.slow) for x in ("NN", "NT"))])
+def test_gfx1250_counters_mean_in_machine_code_what_they_mean_as_written(layout):
+    """The data mover's counter; the waits that the compiler adds (its queue is short) are not the kernel's."""
+    kernel = compiled_gfx1250(layout)
+    source = waits.read_module(kernel.module, "gfx1250", "tensorcnt")
+    kinds = Counter(s.kind for n in source for s in n.steps)
+    assert kinds["wait"] >= 4 and kinds["copy"] >= 6, kinds
+    assert not [s for n in waits.read_module(kernel.module, "gfx1250", "asynccnt") for s in n.steps if s.kind == "copy"]
+    findings = waits.check(kernel.module, kernel.text, "gfx1250")
+    assert not findings, "\n".join(map(str, findings))
+
+
+@needs_flydsl
+@pytest.mark.parametrize(("by", "kind"), [(1, "uncovered"), (-1, "early")])
+def test_a_changed_tensorcnt_is_found(by, kind):
+    kernel = compiled_gfx1250("TN")
+    lines = kernel.text.splitlines()
+    counted = [i for i, line in enumerate(lines) if re.match(r"\ts_wait_tensorcnt 0x1\b", line)]
+    assert len(counted) == 2  # of the loop's two steps
+    for at in counted:
+        changed = lines[at].replace("0x1", hex(1 + by))
+        findings = waits.check(kernel.module, "\n".join([*lines[:at], changed, *lines[at + 1 :]]), "gfx1250")
+        assert [f.kind for f in findings] == [kind], findings
+        assert f"tensorcnt({1 + by})" in findings[0].message and "tensor_load_to_lds" in str(findings[0])
+
+
+@needs_flydsl
+def test_a_tensor_load_that_rises_above_its_wait_is_found():
+    kernel = compiled_gfx1250("TN")
+    lines = kernel.text.splitlines()
+    loop = [i for i, line in enumerate(lines) if re.match(r"\ts_wait_tensorcnt 0x1\b", line)]
+    load = next(i for i, line in enumerate(lines) if i > loop[0] and line.startswith("\ttensor_load_to_lds"))
+    findings = waits.check(kernel.module, moved(lines, load, loop[0]), "gfx1250")
+    assert [f.kind for f in findings] == ["early"], findings
 
 
 @needs_flydsl

@@ -1,4 +1,4 @@
-"""Checks a kernel's own `s_waitcnt vmcnt(N)` against the order in which machine code issues its vector-memory instructions.
+"""Checks a kernel's own counted waits against the order in which machine code issues what they count.
 
     kernel = compile_isa(problem, config, "gfx950", lines=True)
     for finding in check(kernel.module, kernel.text, kernel.arch):
@@ -10,8 +10,11 @@ module before code generation, every loop taken a few times, and the path of the
 LDS equally often. At each wait, a copy that must have landed in the first but need not in the second is a finding; so is one that the first
 leaves in flight and the second waits for. Register loads and stores count, but are the compiler's to wait for.
 
+gfx1250 has counters that count copies between global memory and LDS alone, the tensor data mover's (tensorcnt) and the lanes' (asynccnt): each is
+checked by itself, with no other operations in its order.
+
 A wait or a copy is known by its source line and its place among those of the same line. Two copies of one line that the compiler exchanged are
-taken for each other. gfx942 and gfx950 only: gfx1250 has other counters.
+taken for each other.
 """
 
 from __future__ import annotations
@@ -26,18 +29,35 @@ from typing import Any
 Place = tuple[str, int]  # file name, line
 Copy = tuple[Place, int]  # a copy's line, and which of that line's copies
 _ACCESS = re.compile(r"(buffer|global|flat|scratch)_(load|store|atomic|wbl2)")
+# gfx1250's counters of copies: number in the simulator's programs, those programs' copies, machine code's.
+_COPY_COUNTERS: dict[str, tuple[int, tuple[str, ...], str]] = {
+    "asynccnt": (
+        1,
+        ("ASYNC_LOAD", "ASYNC_STORE"),
+        r"global_(load_async_to|store_async_from)_lds_|cluster_load_async_to_lds_",
+    ),
+    "tensorcnt": (2, ("TENSOR",), r"tensor_(load_to|store_from)_lds"),
+}
+
+
+def counters(arch: str) -> tuple[str, ...]:
+    """The counters of arch that kernels wait on for copies."""
+    return tuple(_COPY_COUNTERS) if arch == "gfx1250" else ("vmcnt",)
+
+
 _LOOP_PASSES = 5  # more than the pipelines here are deep
 _LISTED = 24  # instructions shown before a wait
 
 
 @dataclass(frozen=True)
 class Step:
-    """One instruction that matters: "copy" to LDS, other vector-memory "access", "wait" on vmcnt, "other wait", or "barrier"."""
+    """One instruction that matters: "copy" to LDS (or from it, where the counter counts those), other vector-memory "access", "wait" on the
+    counter, "other wait", or "barrier"."""
 
     kind: str
     place: Place
     text: str
-    count: int = 1  # accesses it stands for; of a wait: vmcnt
+    count: int = 1  # accesses it stands for; of a wait: its count
 
 
 @dataclass(eq=False)
@@ -67,8 +87,8 @@ class WaitFinding:
         return "\n".join(lines)
 
 
-def read_module(module: str, arch: str) -> list[Node]:
-    """The blocks of the one kernel in a FlyDSL module before code generation (text with locations), entry first."""
+def read_module(module: str, arch: str, counter: str = "vmcnt") -> list[Node]:
+    """The blocks of the one kernel in a FlyDSL module before code generation (text with locations), entry first: what `counter` counts."""
     from fourwave.backends import guard
 
     guard.import_flydsl()
@@ -104,7 +124,9 @@ def read_module(module: str, arch: str) -> list[Node]:
             frames = program.lines[i.line] if i.line >= 0 else (("unknown", 0),)
             place = (Path(frames[-1][0]).name, frames[-1][1])
             step: Step | None = None
-            if i.op in ("BUFFER_LOAD_LDS", "GLOBAL_LOAD_LDS"):
+            if counter != "vmcnt":
+                step = _counted(i, place, counter)
+            elif i.op in ("BUFFER_LOAD_LDS", "GLOBAL_LOAD_LDS"):
                 step = Step("copy", place, i.op.lower())
             elif i.op == "WAIT" and i.args[0] >= 0:
                 step = Step("wait", place, f"wait vmcnt({i.args[0]})", i.args[0])
@@ -122,8 +144,19 @@ def read_module(module: str, arch: str) -> list[Node]:
     return [nodes[block] for block, _, _ in kept]
 
 
-def read_assembly(text: str) -> list[Node]:
-    """The blocks of the one kernel in an assembly text with .loc directives, entry first."""
+def _counted(i: Any, place: Place, counter: str) -> Step | None:
+    """An instruction of the simulator's program for gfx1250, as one of its counters sees it."""
+    number, copies, _ = _COPY_COUNTERS[counter]
+    if i.op in copies:
+        return Step("copy", place, i.op.lower() + (" store" if i.op == "TENSOR" and i.args[0] else ""))
+    if i.op == "WAIT_COUNTER":
+        kind = "wait" if i.args[0] == number else "other wait"
+        return Step(kind, place, f"wait {counter}({i.args[1]})" if kind == "wait" else "wait", i.args[1])
+    return Step("barrier", place, i.op.lower()) if i.op in ("BARRIER_SIGNAL", "BARRIER_WAIT") else None
+
+
+def read_assembly(text: str, counter: str = "vmcnt") -> list[Node]:
+    """The blocks of the one kernel in an assembly text with .loc directives, entry first: what `counter` counts."""
     files: dict[str, str] = {}
     place: Place = ("unknown", 0)
     nodes = [Node("entry")]
@@ -167,6 +200,13 @@ def read_assembly(text: str) -> list[Node]:
                 nodes.append(following)
             elif op == "s_endpgm":
                 open_block = False
+            elif counter != "vmcnt":
+                if re.match(_COPY_COUNTERS[counter][2], op):
+                    node.steps.append(Step("copy", place, " ".join(code.split())))
+                elif op == f"s_wait_{counter}":
+                    node.steps.append(Step("wait", place, code.strip(), int(operands, 0)))
+                elif op in ("s_barrier_signal", "s_barrier_wait"):
+                    node.steps.append(Step("barrier", place, " ".join(code.split())))
             elif op == "s_barrier":
                 node.steps.append(Step("barrier", place, code.strip()))
             elif op == "s_waitcnt" and (count := re.search(r"vmcnt\((\d+)\)", operands)) is not None:
@@ -350,20 +390,20 @@ def _run(nodes: Sequence[Node], path: Sequence[Node], places: set[Place]) -> Ite
 
 
 def check(module: str, assembly: str, arch: str) -> list[WaitFinding]:
-    """Match the kernel's own vmcnt waits with its machine code; [] if every one covers exactly the copies it was meant to.
+    """Match the kernel's own waits for copies with its machine code; [] if every one covers exactly the copies it was meant to.
 
     module     FlyDSL's module before code generation, with locations
     assembly   the final ISA with .loc directives (FLYDSL_DEBUG_ENABLE_DEBUG_INFO=1)
-    Raises ValueError for texts that do not hold one kernel, NotImplementedError for gfx1250, UnknownOperation as the simulator does.
+    Raises ValueError for texts that do not hold one kernel, UnknownOperation as the simulator does.
     """
-    if not arch.startswith("gfx9"):
-        raise NotImplementedError(
-            f"{arch} waits on counters of their own kinds; only vmcnt of gfx942 and gfx950 is checked"
-        )
-    return compare(read_module(module, arch), read_assembly(assembly))
+    return [
+        finding
+        for counter in counters(arch)
+        for finding in compare(read_module(module, arch, counter), read_assembly(assembly, counter), counter)
+    ]
 
 
-def compare(source: Sequence[Node], machine: Sequence[Node]) -> list[WaitFinding]:
+def compare(source: Sequence[Node], machine: Sequence[Node], counter: str = "vmcnt") -> list[WaitFinding]:
     """check() on blocks that were read before."""
     places = {s.place for n in source for s in n.steps if s.kind == "wait"}
     if not places:
@@ -377,7 +417,7 @@ def compare(source: Sequence[Node], machine: Sequence[Node]) -> list[WaitFinding
         )
         for place in sorted(ours.keys() | theirs.keys()):
             if ours[place] != theirs[place]:
-                what = {"wait": "waits on vmcnt", "copy": "copies to LDS"}[kind]
+                what = {"wait": f"waits on {counter}", "copy": "copies to LDS"}[kind]
                 findings.append(
                     WaitFinding("unmatched", place, f"{ours[place]} {what} as written, {theirs[place]} in machine code")
                 )
@@ -405,9 +445,9 @@ def compare(source: Sequence[Node], machine: Sequence[Node]) -> list[WaitFinding
             reported.add((kind, written.place))
             lines = ", ".join(f"{n} of {p[0]}:{p[1]}" for p, n in sorted(Counter(c[0] for c, _ in copies).items()))
             if kind == "uncovered":
-                text = f"vmcnt({compiled.count}) no longer covers {len(copies)} copies to LDS that it covers as written ({lines}): lower the count, or keep the compiler from moving memory operations"
+                text = f"{counter}({compiled.count}) no longer covers {len(copies)} copies to LDS that it covers as written ({lines}): lower the count, or keep the compiler from moving memory operations"
             else:
-                text = f"vmcnt({compiled.count}), or a wait of the compiler before it, waits for {len(copies)} copies to LDS that may stay in flight as written ({lines})"
+                text = f"{counter}({compiled.count}), or a wait of the compiler before it, waits for {len(copies)} copies to LDS that may stay in flight as written ({lines})"
             findings.append(WaitFinding(kind, written.place, text, written.listing, compiled.listing))
     return findings
 
