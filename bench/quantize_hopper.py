@@ -87,7 +87,7 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str], 
                 outputs = problem.allocate(xs[0])
                 for t in outputs:
                     if t is not None:
-                        t.view(torch.uint8).fill_(0xA5)
+                        t.reshape(-1).view(torch.uint8).fill_(0xA5)
                 sm90_launch.run(problem, xs[0], scale, outputs)
                 if not same(outputs, right):
                     failed.append(label)
@@ -100,10 +100,11 @@ def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str], 
                     sm90_launch.run(problem, xs[turn % len(xs)], scale, outs[turn % len(xs)])
 
                 moved[label] = xs[0].nbytes + nbytes(outputs)
-                copies = [torch.empty(moved[label] // 2, dtype=torch.uint8, device="cuda") for _ in range(2)]
+                half = moved[label] // 2 // 4096 * 4096
+                copies = [torch.empty(2, half, dtype=torch.uint8, device="cuda") for _ in range(sets)]
 
                 def copy(turn: int, copies: Any = copies) -> None:
-                    copies[turn % 2].copy_(copies[1 - turn % 2])
+                    copies[turn % len(copies)][0].copy_(copies[turn % len(copies)][1])
 
                 times = time_interleaved({"quantize": call, "copy": copy}, args.samples)
                 medians = {key: statistics.median(value) for key, value in times.items()}

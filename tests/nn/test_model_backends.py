@@ -1,0 +1,242 @@
+"""A whole model through native and through each other backend: the same parameters, inputs and steps, the same results.
+
+Two steps, so that delayed scaling uses scales that it made; the model and its state are copied anew for each backend. A backend that is named and
+does not run every product fails: the log of the dispatch is read. Results differ by the order of float32 sums and, behind that, by
+values that fall on the other side of a rounding. On the simulator they are equal, float32 sums aside; planted faults are outside.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fourwave as fw
+from fourwave.nn import base, function
+from targets import Target
+
+R = fw.recipes
+RECIPES = {
+    "unquantized": R.Unquantized(), "delayed": R.DelayedScaling(amax_history_len=2), "mxfp8": R.MXFP8(), "mxfp4": R.MXFP4(),
+}  # fmt: skip
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+# Frobenius norm of the difference over that of native's tensor, by dtype: unquantized, quantized.
+LIMITS = {FP32: (2e-6, 5e-3), FP16: (2e-3, 1e-2), BF16: (1e-2, 2e-2)}
+SEQUENCE = 32
+# width, hidden width of the MLP, heads, layers
+SIZES = {"small": (64, 96, 2, 1), "wide": (128, 64, 4, 1), "deep": (64, 64, 2, 3)}
+VOCABULARY = 32
+
+
+class PlainMLP(torch.nn.Module):
+    """LayerNormMLP for backends that have no such epilogue."""
+
+    def __init__(self, width: int, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.fc1 = fw.nn.LayerNormLinear(width, hidden, bias=False, params_dtype=dtype)
+        self.fc2 = fw.nn.Linear(hidden, width, bias=False, params_dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(F.silu(self.fc1(x)))
+
+
+class Block(torch.nn.Module):
+    """plain: no biases and no activation in a product's epilogue."""
+
+    def __init__(self, width: int, hidden: int, heads: int, dtype: torch.dtype, plain: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = fw.nn.LayerNormLinear(width, 3 * width, not plain, normalization="RMSNorm", params_dtype=dtype)
+        self.out = fw.nn.Linear(width, width, not plain, params_dtype=dtype)
+        self.mlp: torch.nn.Module = (
+            PlainMLP(width, hidden, dtype)
+            if plain
+            else fw.nn.LayerNormMLP(width, hidden, activation="swiglu", params_dtype=dtype)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, width = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, width))
+        return x + self.mlp(x)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, size: str, dtype: torch.dtype, plain: bool = False) -> None:
+        super().__init__()
+        width, hidden, heads, layers = SIZES[size]
+        self.blocks = torch.nn.Sequential(*(Block(width, hidden, heads, dtype, plain) for _ in range(layers)))
+        self.head = fw.nn.Linear(width, VOCABULARY, bias=False, params_dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(x))
+
+    @property
+    def products(self) -> int:
+        """Of one step: three for each linear layer."""
+        return 3 * (4 * len(self.blocks) + 1)
+
+
+def batch_of(size: str, batch: int, dtype: torch.dtype, step: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Input whose tokens differ by octaves, and labels."""
+    generator = torch.Generator().manual_seed(100 + step)
+    x = torch.randn(batch, SEQUENCE, SIZES[size][0], generator=generator)
+    x = x * torch.exp2(torch.randint(-2, 2, (batch, SEQUENCE, 1), generator=generator).float())
+    labels = torch.randint(VOCABULARY, (batch, SEQUENCE), generator=generator)
+    return x.to(device, dtype), labels.to(device)
+
+
+def run(model: Any, size: str, batch: int, dtype: torch.dtype, recipe: str, target: Target) -> dict[str, torch.Tensor]:
+    """Results of two steps, by name, on the CPU."""
+    model = copy.deepcopy(model).to(target.device)
+    found: dict[str, torch.Tensor] = {}
+    for step in range(2):
+        x, labels = batch_of(size, batch, dtype, step, target.device)
+        x.requires_grad_()
+        with fw.use_backend(target.backend):
+            with fw.autocast(recipe=RECIPES[recipe]):
+                y = model(x)
+            # Large enough that fp16 gradients are not subnormal.
+            (F.cross_entropy(y.float().flatten(0, 1), labels.flatten()) * 64).backward()
+        found |= {f"y {step}": y.detach(), f"dx {step}": x.grad}  # type: ignore[dict-item]
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                found[f"{name} {step}"] = parameter.grad.clone()
+                parameter.sub_(parameter.grad, alpha=1e-4)
+                parameter.grad = None
+        for name, tensor in model.state_dict().items():
+            if "delayed_scale" in name:
+                found[f"{name} {step}"] = tensor.clone()
+    return {name: t.cpu().double() for name, t in found.items()}
+
+
+def distances(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> dict[str, float]:
+    assert found.keys() == right.keys()
+    result = {}
+    for name, t in right.items():
+        assert t.isfinite().all() and t.any(), name
+        result[name] = float((found[name] - t).norm() / t.norm())
+    return result
+
+
+def limit(recipe: str, dtype: torch.dtype) -> float:
+    return LIMITS[dtype][recipe != "unquantized"]
+
+
+Case = tuple[str, int, torch.dtype, str]  # size, batch, dtype of parameters and input, recipe
+
+
+def compare(target: Target, case: Case, caplog: pytest.LogCaptureFixture, plain: bool) -> None:
+    size, batch, dtype, recipe = case
+    torch.manual_seed(0)
+    model = Model(size, dtype, plain)
+    with pytest.MonkeyPatch.context() as patch:
+        if target.backend == "sim:gfx942":
+            patch.setattr(base, "_fnuz", lambda _: True)  # that GPU's 8-bit floats are other ones
+        right = run(model, size, batch, dtype, recipe, Target("native", target.device))
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, logger="fourwave.dispatch"):
+        found = run(model, size, batch, dtype, recipe, target)
+    records = [r.getMessage() for r in caplog.records if r.getMessage().startswith("gemm ")]
+    assert len(records) == 2 * model.products
+    assert all(f": {target.backend} (" in record for record in records), records
+    far = distances(found, right)
+    worst = max(far, key=far.__getitem__)
+    assert far[worst] <= limit(recipe, dtype), (worst, far[worst])
+
+
+QUICK = [
+    ("small", 2, BF16, "delayed"), ("small", 1, BF16, "unquantized"), ("wide", 1, FP32, "mxfp8"), ("small", 3, FP16, "delayed"),
+]  # fmt: skip
+ALL = [
+    (size, batch, dtype, recipe)
+    for size in SIZES
+    for batch in (1, 2, 3)
+    for dtype in (FP32, FP16, BF16)
+    for recipe in RECIPES
+]
+
+
+def same_or_refused(target: Target, case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    if target.backend == "native":
+        pytest.skip("what the others are compared with")
+    try:
+        compare(target, case, caplog, plain=False)
+    except NotImplementedError as why:
+        try:
+            compare(target, case, caplog, plain=True)
+        except NotImplementedError:
+            pytest.skip(f"{target.backend} says: {why}")
+        pytest.skip(f"the model without biases and epilogues is right; of the whole one {target.backend} says: {why}")
+
+
+@pytest.mark.parametrize(
+    "case", [QUICK[0], *(pytest.param(case, marks=pytest.mark.slow) for case in QUICK[1:])], ids=str
+)
+def test_a_model_on_each_backend(target: Target, case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    same_or_refused(target, case, caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", [case for case in ALL if case not in QUICK], ids=str)
+def test_models_on_each_backend(target: Target, case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    same_or_refused(target, case, caplog)
+
+
+@pytest.mark.parametrize("fault", ["dropped k", "scale of a block", "stale scales", "bias left out"])
+@pytest.mark.parametrize(("dtype", "recipe"), [(BF16, "mxfp8"), (FP32, "delayed"), (BF16, "unquantized")])
+def test_faults_are_outside(dtype: torch.dtype, recipe: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One product of the many gone wrong."""
+    torch.manual_seed(0)
+    model = Model("small", dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.uniform_(-1, 1)
+    native = Target("native", "cpu")
+    right = run(model, "small", 2, dtype, recipe, native)
+    if fault == "stale scales":
+        if recipe != "delayed":
+            pytest.skip("scales are made anew")
+        monkeypatch.setattr(base.QuantizedModule, "_update", lambda *_: None)
+    elif fault == "scale of a block":
+        if recipe != "mxfp8":
+            pytest.skip("there are no blocks")
+        plain = function.pair
+        calls = 0
+
+        def off(t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            made = plain(t, *args, **kwargs)
+            calls += 1
+            if calls == 3:
+                scale: Any = made.row.scale  # type: ignore[union-attr]
+                scale.view(torch.uint8)[:4, 0] += 1
+            return made
+
+        monkeypatch.setattr(function, "pair", off)
+    else:
+        plain_product = function.product
+        seen = 0
+
+        def wrong(a: Any, b: Any, **kwargs: Any) -> Any:
+            nonlocal seen
+            seen += 1
+            if fault == "bias left out" and seen == 2:
+                kwargs["bias"] = None
+            made = plain_product(a, b, **kwargs)
+            if fault == "dropped k" and seen == 7:
+                # An eighth of the sum of one tile: as if the last k step of a 256 were left out.
+                target = made.out if kwargs.get("out") is None else kwargs["out"]
+                target.view(-1, target.shape[-1])[:16] *= 0.875
+            return made
+
+        monkeypatch.setattr(function, "product", wrong)
+    far = distances(run(model, "small", 2, dtype, recipe, native), right)
+    assert max(far.values()) > 1.5 * limit(recipe, dtype), max(far.values())
