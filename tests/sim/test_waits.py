@@ -181,8 +181,9 @@ def test_a_kernel_without_waits_has_nothing_to_check():
 
 @functools.cache
 def compiled_gfx1250(layout: str) -> isa.CompiledKernel:
-    scaled = {"a_scaling": "1x32", "b_scaling": "1x32"}
-    problem = GemmProblem(4096, 4096, 4096, layout, torch.uint8, torch.uint8, torch.bfloat16, **scaled)
+    problem = GemmProblem(
+        4096, 4096, 4096, layout, torch.uint8, torch.uint8, torch.bfloat16, a_scaling="1x32", b_scaling="1x32"
+    )
     return isa.compile_isa(problem, None, "gfx1250", lines=True)
 
 
