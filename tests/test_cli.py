@@ -310,6 +310,36 @@ def test_check_covers_every_layout_precision_shape_class_config_and_output(arch,
                 assert {case.out_direction for case in cases if case.out_format} == {"rowwise", "columnwise", "both"}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "backend", "said"),
+    [
+        ("fp8", "sim:gfx942", "e4m3fnuz (tensor) x e4m3fnuz (tensor)"),
+        ("fp8_1x128", "sim:gfx950", "e4m3fn (1x128) x e4m3fn (128x128)"),
+        ("mxfp8", "sim:gfx942", "e4m3fn (1x32) x e4m3fn (1x32)"),
+        ("mxfp4", "sim:gfx1250", "ops/gemm/gfx1250.py"),
+        ("bf16_mxfp4", "sim:gfx1250", "128x256x128"),
+    ],
+)
+def test_explain_takes_quantized_operands(dtype, backend, said):
+    result = invoke("explain", "gemm", "512", "4096", "4096", "--dtype", dtype, "--backend", backend)
+    assert result.exit_code == 0 and said in words(result)
+
+
+@needs_sim
+@pytest.mark.slow
+def test_explain_of_mxfp4_shows_one_lds_for_every_k(tmp_path):
+    path = tmp_path / "isa.json"
+    options = ["--isa", "--dtype", "mxfp4", "--arch", "gfx1250", "--layout", "TN", "--json", str(path)]
+    result = invoke("explain", "gemm", *options)
+    assert result.exit_code == 0, result.output
+    (kernel,) = json.loads(path.read_text())["kernels"]
+    assert kernel["LDS bytes, K = 1024"] == kernel["LDS bytes, K = 65536"] == str(kernel["lds_bytes"]) == "137728"
+    assert kernel["vgpr_spills"] == kernel["sgpr_spills"] == kernel["scratch_bytes"] == 0
+    assert kernel["each step of 128 k: matrix instructions"] == "64"
+    assert kernel["  tiles of the data mover that a wave issues"] == kernel["  waits for the data mover"] == "1"
+    assert "16x16x128" in result.output
+
+
 @needs_sim
 @pytest.mark.slow
 def test_check_mxfp4_passes(tmp_path):

@@ -135,7 +135,9 @@ def explain(
     dtype: Annotated[
         str,
         typer.Option(
-            metavar="DTYPE", help="Of the operands: bf16, fp16 or fp32; grouped: bf16, fp16, fp8, fp8_tensor or mxfp8."
+            metavar="DTYPE",
+            help="Of the operands: bf16, fp16, fp32, fp8 (one scale), fp8_row, fp8_1x128, mxfp8, mxfp4, mxfp8_mxfp4 or bf16_mxfp4; "
+            "grouped: bf16, fp16, fp8, fp8_tensor or mxfp8.",
         ),
     ] = "bf16",
     out_dtype: Annotated[
@@ -152,7 +154,11 @@ def explain(
         bool, typer.Option("--waits", help="With --isa: check each counted wait against the machine code's order.")
     ] = False,
     arch: Annotated[
-        list[str] | None, typer.Option(metavar="ARCH", help="With --isa: gfx950 or gfx942; repeatable. Default: both.")
+        list[str] | None,
+        typer.Option(
+            metavar="ARCH",
+            help="With --isa: gfx950, gfx942 or (MX formats) gfx1250; repeatable. Default: all that apply.",
+        ),
     ] = None,
     json: JsonFile = None,
 ) -> None:

@@ -12,7 +12,7 @@ from fourwave.cli import console as out
 from fourwave.cli import names
 from fourwave.cli.explain_grouped import run_explain_grouped
 from fourwave.ops.gemm.explain import explain_problem
-from fourwave.ops.gemm.problem import GemmProblem
+from fourwave.ops.gemm.problem import PRECISIONS, GemmProblem
 
 ISA_SHAPE = (4096, 4096, 4096)  # fills the chip: the largest tile
 
@@ -45,23 +45,28 @@ def run_explain(
         return
     if groups is not None:
         out.fail("--groups goes with grouped")
-    operands = names.dtype("--dtype", dtype)
-    result = operands if out_dtype is None else names.dtype("--out-dtype", out_dtype)
+    m, n, k = sizes or ISA_SHAPE
+
+    def problem_of(layout: str, arch: str | None, device: str = "cpu") -> GemmProblem:
+        a, b, a_scaling, b_scaling = names.operands(dtype, arch)
+        given = next((each for each in (a, b) if each in PRECISIONS), torch.bfloat16)
+        result = given if out_dtype is None else names.dtype("--out-dtype", out_dtype)
+        return GemmProblem(
+            m, n, k, layout, a, b, result, device_type=device, a_scaling=a_scaling, b_scaling=b_scaling
+        )  # fmt: skip
+
     if isa:
         from fourwave.cli.isa import show_isa
 
-        m, n, k = sizes or ISA_SHAPE
-        problems = [
-            GemmProblem(m, n, k, each, operands, operands, result) for each in names.layouts([layout] if layout else [])
-        ]
-        show_isa(dict.fromkeys(names.archs(archs), problems), json, check_waits=waits)
+        chosen_archs = names.archs(archs, names.archs_for(dtype))
+        layouts = names.layouts([layout] if layout else [])
+        show_isa({arch: [problem_of(each, arch) for each in layouts] for arch in chosen_archs}, json, check_waits=waits)
         return
     if sizes is None:
         out.fail("give M, N and K: fourwave explain gemm 4096 4096 4096")
     (chosen,) = names.layouts([layout or "TN"])
     on_gpu = torch.cuda.is_available() and not _simulated(backend)
-    m, n, k = sizes
-    problem = GemmProblem(m, n, k, chosen, operands, operands, result, device_type="cuda" if on_gpu else "cpu")
+    problem = problem_of(chosen, (backend or "").partition(":")[2] or None, "cuda" if on_gpu else "cpu")
     try:
         explanation = explain_problem(problem, backend=backend)
     except ValueError as error:

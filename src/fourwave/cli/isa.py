@@ -42,6 +42,7 @@ def show_isa(problems: Mapping[str, Sequence[Problem]], json: Path | None, *, ch
         from fourwave.ops.grouped_gemm import config as rules
         from fourwave.perf.grouped import compile_grouped_isa as compile_isa
     else:
+        from fourwave.cli.isa_gfx1250 import further_facts as further
         from fourwave.ops.gemm import config as rules
         from fourwave.perf.isa import compile_isa
     for arch, of_arch in problems.items():
@@ -147,7 +148,7 @@ def show_kernels(console: Console, arch: str, compiled: Sequence[Compiled], extr
 
 def matrix_instruction(kernel: CompiledKernel) -> str:
     """Sizes m x n x k of those in the assembly: one, but for wgrad's sums of bias gradients."""
-    return ", ".join(sorted(set(re.findall(r"v_w?mfma_(?:scale_)?f32_(\d+x\d+x\d+)", kernel.text))))
+    return ", ".join(sorted(set(re.findall(r"v_(?:mfma|wmma)_(?:scale_)?f32_(\d+x\d+x\d+)", kernel.text))))
 
 
 def spills(vector: int, scalar: int) -> str:
