@@ -22,13 +22,13 @@ QUICK = (
     r"|gfx950 (grouped bf16 forward 16x128x64$|quantize 77x146 float16, mxfp8_e4m3)"
 )
 SLOW = (
-    r".* gemm (bf16|fp32|fp8|mxfp8|mxfp4|blocks) (TN|NT) |.* gemm (split-K|epilogue): "
-    r"|.* grouped .* (16|32)x128x\d+( split_k 2)?$|.* quantize 77x146 float16, "
+    r"gfx9.* gemm \w+( preshuffled)? (TN|NT) (16|32)x|.* gemm (split-K|epilogue): |gfx1250 gemm .* (32x256|32 rows)$"
+    r"|.* grouped .* 16x128x\d+( split_k 2)?$|.* quantize 77x146 float16, "
 )
 
 
 def every_kernel() -> list[Any]:
-    """A few at once, one or two layouts of every kernel in slow tests, the rest in exhaustive ones."""
+    """A few at once, small tiles of every kind in slow tests, the rest in exhaustive ones."""
     found = []
     for call in (call for arch in ARCHS for call in calls(arch)):
         name = full_name(call)
