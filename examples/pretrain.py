@@ -274,7 +274,7 @@ def main() -> None:
         record = {
             "device": where, "torch": torch.__version__, "fourwave": fw.__version__, "python": sys.version.split()[0],
             "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "plot", "device")}, "bytes": len(text),
-            "seconds": seconds, "losses": curves,
+            "seconds": seconds, "losses": {name: [round(loss, 5) for loss in losses] for name, losses in curves.items()},
         }  # fmt: skip
         args.out.write_text(json.dumps(record) + "\n")
     if args.plot:
