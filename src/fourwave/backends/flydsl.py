@@ -152,10 +152,12 @@ def describe_amd_grouped_gemm(problem: GroupedProblem, config: GroupedConfig | N
 
 def describe_amd_gemm(problem: GemmProblem, config: GemmConfig | None, arch: str) -> Description:
     """Kernel file and config for `arch`; the same for a GPU and for the simulator."""
-    from fourwave.ops.gemm.config import default_config
+    from fourwave.ops.gemm.config import default_config, in_halves
 
     reasons = ["config given by the caller"]
     if config is None:
         config, reasons = default_config(problem, arch)
     kernel = {"gfx942": "ops/gemm/cdna3.py", "gfx950": "ops/gemm/cdna4.py", "gfx1250": "ops/gemm/gfx1250.py"}[arch]
+    if config is not None and in_halves(config, problem.a_dtype.itemsize, arch):
+        kernel = "ops/gemm/cdna4_halves.py"
     return Description(kernel=kernel, arch=arch, config=config, reasons=list(reasons))

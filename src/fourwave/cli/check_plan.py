@@ -185,12 +185,6 @@ def tile_shapes(config: GemmConfig, full: bool) -> tuple[Shape, ...]:
     return (by_name("even"), by_name("tail all"))
 
 
-def halves(base: GemmCase) -> Shape:
-    """N = 2 x 73, or 2 x 80 where columns of MX scales come in chunks of 16, which a half must hold whole."""
-    chunks = base.problem.b_scaling == "1x32" and base.layout != "TN"
-    return Shape("tails of halves", 77, 160 if chunks else 146, 203)
-
-
 def epilogues(base: GemmCase, every: bool) -> Iterator[Planned]:
     """every: also what does not depend on the layout."""
     fp32 = torch.float32
@@ -210,7 +204,7 @@ def epilogues(base: GemmCase, every: bool) -> Iterator[Planned]:
             replace(even, bias_dtype=fp32, activation="relu"),
             replace(base, bias_dtype=fp32, activation="silu", preactivation=fp32, out_view="sliced"),
             replace(even, activation="gelu_tanh", accumulate=True),
-            replace(base, shape=halves(base), activation="swiglu", alpha=0.5),
+            replace(base, shape=Shape("tails of halves", 77, 146, 203), activation="swiglu", alpha=0.5),
         ]
     for case in cases:
         yield Planned("epilogue", case)

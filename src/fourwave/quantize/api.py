@@ -12,6 +12,7 @@ from fourwave.backends import registry, select
 from fourwave.backends.base import Backend
 from fourwave.errors import BackendUnavailable
 from fourwave.formats.scale_rules import BLOCK_RULES, MX_RULES
+from fourwave.ops.gemm.problem import FP8
 from fourwave.quantize.problem import INPUTS, QuantizeProblem, QuantizeTensors
 from fourwave.quantize.random import HADAMARD, hadamard_signs
 from fourwave.quantize.reference import quantize_nothing
@@ -48,7 +49,8 @@ def quantize(
                 scaling). From 2^-126 to 2^126, which is not checked; it becomes the result's scale, uncopied
     scale_rule  MX: "floor" (default; OCP MX: values up to twice the largest saturate) or "ceil" (nothing saturates).
                 Others: "fp32" (default; amax / largest value) or "pow2" (the power of two above that)
-    fnuz        codes are float8_e4m3fnuz or float8_e5m2fnuz, which gfx942 multiplies. Default: where x is on a gfx942 GPU. MX
+    fnuz        codes are float8_e4m3fnuz or float8_e5m2fnuz, which gfx942 multiplies. Default: where x is on a gfx942 GPU,
+                or the backend for FP8 is sim:gfx942. MX
                 formats are OCP's everywhere
     columnwise_transposed   store the columnwise codes and scales transposed: codes [C, R]
     rounding    "nearest" (ties to even), or "stochastic" (mxfp4 only): up with a probability of how far the value is on the way
@@ -72,7 +74,7 @@ def quantize(
     _check_random(x, fmt, direction, rounding, seed, hadamard, hadamard_seed)
     rule = scale_rule or (MX_RULES if fmt.is_mx else BLOCK_RULES)[0]
     if fnuz is None:
-        fnuz = not fmt.is_mx and _is_gfx942(x.device)
+        fnuz = not fmt.is_mx and reads_fnuz(x.device, backend)
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     # One copy serves both directions unless one of them is transposed.
     shared = fmt.one_copy and not columnwise_transposed
@@ -220,6 +222,13 @@ def _check(
     if has_tangent((x,)):
         raise NotImplementedError("x has a forward-mode tangent, which would be dropped: quantize has no gradient")
     return fmt
+
+
+def reads_fnuz(device: torch.device, backend: str | None) -> bool:
+    """Whether FP8 codes for products on this backend are gfx942's."""
+    if device.type == "cpu":
+        return select.parse(select.requested(backend)[0])[FP8] == "sim:gfx942"
+    return _is_gfx942(device)
 
 
 def _is_gfx942(device: torch.device) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -156,6 +158,72 @@ class QuantizedTensor:
     def device(self) -> torch.device:
         return self._any.device
 
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> QuantizedTensor:
+        """The same codes and scales on another device. Other types are what `dequantize` and `quantize` are for."""
+        if isinstance(device, torch.dtype):
+            raise ValueError(
+                f"to({device}): a quantized tensor has the types of its format; dequantize({device}) gives numbers"
+            )
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        """A copy with every tensor replaced; what is one tensor stays one."""
+        made: dict[int, Tensor] = {}
+        for name in _TENSORS:
+            if (t := getattr(self, name)) is not None and id(t) not in made:
+                made[id(t)] = function(t)
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        changes: dict[str, Any] = {name: None if t is None else made[id(t)] for name, t in tensors.items()}
+        return replace(self, **changes)
+
+    def __getitem__(self, rows: slice) -> QuantizedTensor:
+        """Rows start:stop, which share memory with these where they can; without amax, which is of the whole tensor.
+
+        Where a scale covers several rows the slice must begin and end with its blocks: 128x128, and every columnwise format with
+        blocks. Raises ValueError otherwise, TypeError for what is no slice.
+        """
+        if not isinstance(rows, slice):
+            raise TypeError(f"index {rows!r}: a quantized tensor gives slices of rows, q[start:stop]")
+        start, stop, step = rows.indices(self.shape[0])
+        stop = max(start, stop)
+        if step != 1:
+            raise ValueError(f"rows in steps of {step}: a slice of a quantized tensor has neighbouring rows")
+        across, along = self.format.block or (1, 1)
+        block = 1
+        if self.has("rowwise"):
+            block = across
+        if self.has("columnwise"):
+            block = max(block, along)
+        if start % block or (stop % block and stop != self.shape[0]):
+            raise ValueError(
+                f"rows {start}:{stop} of a {self.format.name} tensor {list(self.shape)}: {block} rows share scales, so a slice begins "
+                "and ends at multiples of that, or at the end"
+            )
+        made: dict[str, Any] = {}
+        for prefix, covered in (("", across), ("columnwise_", along)):
+            data, scale = getattr(self, f"{prefix}data"), getattr(self, f"{prefix}scale")
+            if data is None or scale is None:
+                continue
+            transposed = bool(prefix) and self.columnwise_transposed
+            packed = 2 if transposed and self.format.element == "e2m1" else 1
+            codes = data[:, start // packed : stop // packed].contiguous() if transposed else data[start:stop]
+            if self.format.block is not None:
+                blocks = slice(start // covered, -(-stop // covered))
+                scale = scale[:, blocks].contiguous() if transposed else scale[blocks]
+            elif self.format.scaling == "row" and not prefix:
+                scale = scale[start:stop]
+            made |= {f"{prefix}data": codes, f"{prefix}scale": scale}
+        if self.columnwise_data is not None and self.columnwise_data is self.data:
+            made |= {"columnwise_data": made["data"], "columnwise_scale": made["scale"]}
+        return replace(self, shape=(stop - start, self.shape[1]), amax=None, **made)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For torch.save; torch.load(weights_only=True) takes it once fourwave is imported. What is loaded is checked."""
+        return _loaded, (
+            self.format.name, *(getattr(self, name) for name in _TENSORS), self.columnwise_transposed, self.row_hadamard,
+            self.column_hadamard,
+        )  # fmt: skip
+
     @property
     def element_format(self) -> ElementFormat:
         """The codes' format, fnuz or not."""
@@ -238,6 +306,29 @@ class QuantizedTensor:
         if (seed := self.hadamard(direction)) is not None:
             values = inverse_hadamard(values, hadamard_signs(seed), dim=1 if rowwise else 0)
         return values.to(dtype)
+
+
+_TENSORS = ("data", "scale", "columnwise_data", "columnwise_scale", "amax")
+
+
+def _loaded(
+    name: str,
+    data: Tensor | None,
+    scale: Tensor | None,
+    columnwise_data: Tensor | None,
+    columnwise_scale: Tensor | None,
+    amax: Tensor | None,
+    transposed: bool,
+    row_hadamard: int | None,
+    column_hadamard: int | None,
+) -> QuantizedTensor:
+    q = QuantizedTensor.from_codes(
+        name, data, scale, columnwise_data, columnwise_scale, columnwise_transposed=transposed, amax=amax
+    )
+    return replace(q, row_hadamard=row_hadamard, column_hadamard=column_hadamard)
+
+
+torch.serialization.add_safe_globals([_loaded])
 
 
 def _code_shape(name: str, codes: Tensor, fmt: QuantFormat) -> tuple[int, int]:

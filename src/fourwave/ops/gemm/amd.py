@@ -166,6 +166,9 @@ def run(
     if _halves_copied(problem):
         notes.append(_HALVES_COPIED)
         tensors = tensors._replace(b=_whole_chunks(tensors.b))
+        if block_scaled(problem):
+            assert tensors.b_scale is not None
+            tensors = tensors._replace(b_scale=_whole_chunks(tensors.b_scale))
     if problem.b_preshuffled and (not tensors.b.is_contiguous() or tensors.b.data_ptr() % ALIGN_BYTES):
         notes.append(_SHUFFLED_COPIED)
         tensors = tensors._replace(b=tensors.b.clone(memory_format=torch.contiguous_format))
@@ -216,7 +219,7 @@ def _halves_copied(problem):
 
 
 def _whole_chunks(b):
-    """b [K, N] with both halves of its rows padded with zeros to whole chunks."""
+    """b [K, N], or its scales [K / 32, N], with both halves of its rows padded with zeros to whole chunks."""
     rows, half = b.shape[0], b.shape[1] // 2
     chunk = ALIGN_BYTES // b.element_size()
     padded = torch.zeros((rows, 2, -(-half // chunk) * chunk), dtype=torch.uint8, device=b.device)
@@ -256,6 +259,9 @@ def copies(
     if _halves_copied(problem):
         notes.append(_HALVES_COPIED)
         tensors = tensors._replace(b=_whole_chunks(tensors.b.to("meta")))
+        if block_scaled(problem):
+            assert tensors.b_scale is not None
+            tensors = tensors._replace(b_scale=_whole_chunks(tensors.b_scale.to("meta")))
     if problem.b_preshuffled and (not tensors.b.is_contiguous() or tensors.b.data_ptr() % ALIGN_BYTES):
         notes.append(_SHUFFLED_COPIED)
         tensors = tensors._replace(b=torch.empty_like(tensors.b, memory_format=torch.contiguous_format))

@@ -34,6 +34,7 @@ from fourwave.ops.gemm.operators import register_flops
 from fourwave.ops.gemm.problem import FLOAT8, SWIGLU
 from fourwave.ops.gemm.quick import quick
 from fourwave.ops.grouped_gemm.preshuffle import Preshuffled
+from fourwave.quantize.api import reads_fnuz
 from fourwave.quantize.tensor import DIRECTIONS, FORMATS, QuantizedTensor
 from fourwave.transforms import PLAIN, has_tangent, is_special, requires_grad
 
@@ -269,7 +270,9 @@ def _quantized_output(
     if args.activation == SWIGLU:
         cols //= 2
     fmt, device = FORMATS[out_format], args.a.device
-    fnuz = not fmt.is_mx and any(str(t.dtype).endswith("fnuz") for t in (args.a, args.b))
+    fnuz = not fmt.is_mx and (
+        any(str(t.dtype).endswith("fnuz") for t in (args.a, args.b)) or reads_fnuz(device, args.backend)
+    )
     dtype = fmt.code_format(fnuz).torch_dtype
     if not fmt.is_mx:
         if (

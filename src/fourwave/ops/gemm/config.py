@@ -497,12 +497,17 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) 
     for name in ("M", "N", "K"):
         if getattr(problem, name) > MAX_EXTENT:
             return f"{name}={getattr(problem, name)}: sizes are 32-bit in the kernels, at most {MAX_EXTENT}"
-    if problem.activation == "swiglu" and block_scaled(problem) and problem.layout != "TN" and problem.N % 32:
-        return f"swiglu with scales of blocks of 32 and N={problem.N}: the halves of rows of scales are no whole chunks of 16"
+    if problem.activation == "swiglu" and wide_scaled(problem):
+        return "swiglu with scales of blocks of 128: the kernels do not bring those of both halves of b"
     if config is None:
         if min(problem.M, problem.N) == 0:
             return None
         config, _ = default_config(problem, arch)
+        if (reason := _why_config_unsupported(problem, config, arch)) is None:
+            return None
+        # Every tile is refused: what stops the smallest is least about tiles.
+        reason = _why_config_unsupported(problem, candidates_for(problem, arch)[-1], arch) or reason
+        return f"none of the tiles of {arch} does: {reason}"
     return _why_config_unsupported(problem, config, arch)
 
 
@@ -516,7 +521,8 @@ def _why_operands_unsupported(problem, arch):
             if dtype not in formats:
                 known = " and ".join(str(each).removeprefix("torch.") for each in formats)
                 reader = "MX formats have" if block_scaled(problem) else f"the matrix unit of {arch} reads"
-                return f"{name} is {dtype}: {reader} codes as {known}"
+                hint = "" if block_scaled(problem) or arch != "gfx942" else "; fw.quantize makes them with fnuz=True"
+                return f"{name} is {dtype}: {reader} codes as {known}{hint}"
         if problem.b_preshuffled and dequantizes(problem, arch):
             return f"b is preshuffled with scales of blocks of 32: {arch} makes their codes numbers on the way to LDS, which it skips"
         if wide_scaled(problem) and problem.layout != "TN":
@@ -588,8 +594,6 @@ def _why_config_unsupported(problem, config, arch):
     swiglu = problem.activation == "swiglu"
     if swiglu and config.tile_n // config.waves_n % 32:
         return f"swiglu with tile_n={config.tile_n}: {config.waves_n} waves need pairs of 16 columns, a multiple of {32 * config.waves_n}"
-    if swiglu and wide_scaled(problem):
-        return "swiglu with scales of blocks of 128: the kernels do not bring those of both halves of b"
     if swiglu and block_scaled(problem) and in_halves(config, elem_bytes, arch):
         return "swiglu with scales of blocks of 32 and num_stages=2: the compiler runs out of registers"
     if problem.b_preshuffled and (reason := _why_not_shuffled(problem, config, arch)) is not None:

@@ -1,0 +1,142 @@
+"""QuantizedTensor as an object: devices, slices of rows, torch.save, copies; codes for gfx942 where that is the backend."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+
+import pytest
+import torch
+
+import fourwave as fw
+from fourwave import sim
+from fourwave.quantize import FORMATS, QuantizedTensor
+
+FIELDS = ("data", "scale", "columnwise_data", "columnwise_scale", "amax")
+
+
+def made(name: str, direction: str = "both", transposed: bool = False, rows: int = 300) -> QuantizedTensor:
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(1)) * torch.arange(1, rows + 1)[:, None]
+    return fw.quantize(x, name, direction, columnwise_transposed=transposed)
+
+
+def same(a: QuantizedTensor, b: QuantizedTensor) -> None:
+    assert (a.format, a.shape, a.columnwise_transposed) == (b.format, b.shape, b.columnwise_transposed)
+    assert (a.row_hadamard, a.column_hadamard) == (b.row_hadamard, b.column_hadamard)
+    for field in FIELDS:
+        left, right = getattr(a, field), getattr(b, field)
+        assert (left is None) == (right is None), field
+        if left is not None:
+            assert left.dtype == right.dtype and left.shape == right.shape, field
+            assert torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (left, right))), field
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_save_and_load(name: str, transposed: bool, tmp_path: Path) -> None:
+    """torch.load with weights_only=True, which is its default; shared storage stays shared; a copy is equal."""
+    q = made(name, transposed=transposed, rows=64)
+    torch.save({"w": q}, tmp_path / "q.pt")
+    loaded = torch.load(tmp_path / "q.pt", weights_only=True)["w"]
+    same(loaded, q)
+    assert loaded.nbytes == q.nbytes
+    same(copy.deepcopy(q), q)
+
+
+def test_what_is_loaded_is_checked() -> None:
+    q = made("fp8_row", "rowwise", rows=64)
+    broken = QuantizedTensor(q.format, q.shape, q.data, torch.ones(3))
+    file = io.BytesIO()
+    torch.save(broken, file)
+    file.seek(0)
+    with pytest.raises(ValueError, match="scale"):
+        torch.load(file, weights_only=True)
+
+
+def test_hadamard_seeds_are_kept() -> None:
+    q = fw.quantize(torch.randn(64, 64), "mxfp4", "both", hadamard="columnwise", hadamard_seed=7)
+    file = io.BytesIO()
+    torch.save(q, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    same(loaded, q)
+    assert loaded.column_hadamard == 7
+    same(q.to("cpu"), q)
+    assert torch.equal(q[32:].dequantize(direction="columnwise"), q.dequantize(direction="columnwise")[32:])
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_128x128", "mxfp8_e4m3", "mxfp4"])
+def test_to(name: str) -> None:
+    q = made(name)
+    moved = q.to("meta")
+    assert moved.device.type == "meta"
+    for field in FIELDS:
+        assert (getattr(moved, field) is None) == (getattr(q, field) is None)
+    if q.columnwise_data is q.data:
+        assert moved.columnwise_data is moved.data
+    same(q.to("cpu"), q)
+    with pytest.raises(ValueError, match="dequantize"):
+        q.to(torch.float32)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise", "both"])
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_rows(name: str, direction: str, transposed: bool) -> None:
+    """Slices dequantize to the rows of the whole; a slice through a block of scales is refused."""
+    q = made(name, direction, transposed and direction != "rowwise")
+    whole = {each: q.dequantize(direction=each) for each in ("rowwise", "columnwise") if q.has(each)}
+    for rows in (slice(128, 256), slice(0, 128), slice(256, None), slice(None), slice(128, 128)):
+        part = q[rows]
+        for each, values in whole.items():
+            assert torch.equal(part.dequantize(direction=each), values[rows]), rows
+        for field in ("scale", "columnwise_scale"):
+            assert (t := getattr(part, field)) is None or t.is_contiguous()
+        assert part.amax is None
+        if direction == "both" and rows.stop != 128:
+            again = QuantizedTensor.from_codes(
+                name, part.data, part.scale, part.columnwise_data, part.columnwise_scale, columnwise_transposed=transposed
+            )  # fmt: skip
+            assert again.shape == part.shape
+    block = FORMATS[name].block
+    shares = block is not None and (block[0] > 1 or q.has("columnwise"))
+    if shares:
+        with pytest.raises(ValueError, match="multiples"):
+            q[16:144]
+        with pytest.raises(ValueError, match="multiples"):
+            q[128:200]
+    else:
+        assert torch.equal(q[5:77].dequantize(), q.dequantize()[5:77])
+
+
+def test_indices() -> None:
+    q = made("fp8_row", "rowwise", rows=64)
+    with pytest.raises(TypeError, match="slice"):
+        q[3]  # type: ignore[index]
+    with pytest.raises(ValueError, match="steps"):
+        q[::2]
+    assert q[40:20].shape == (0, 256)
+    assert torch.equal(q[-8:].dequantize(), q.dequantize()[-8:])
+    x = torch.randn(4, 256)
+    assert torch.equal(fw.gemm(x, q[:16], backend="native"), fw.gemm(x, q, backend="native")[:, :16])
+
+
+@pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
+def test_codes_are_those_that_the_backend_reads() -> None:
+    x, w = torch.randn(32, 64), torch.randn(48, 64)
+    assert fw.quantize(x, "fp8_e4m3").data.dtype == torch.float8_e4m3fn  # type: ignore[union-attr]
+    for backend, dtype in (("sim:gfx942", torch.float8_e4m3fnuz), ("sim:gfx950", torch.float8_e4m3fn)):
+        qx, qw = (fw.quantize(t, "fp8_e4m3", backend=backend) for t in (x, w))
+        assert qx.data is not None and qx.data.dtype == dtype
+        fw.gemm(qx, qw, backend=backend)
+        with fw.use_backend(f"fp8={backend}"):
+            inside = fw.quantize(x, "fp8_e4m3")
+            assert inside.data is not None and inside.data.dtype == dtype
+        one = torch.ones(())
+        y = fw.gemm(x.bfloat16(), w.bfloat16(), out_format="fp8_e4m3", out_scale=one, backend=backend)
+        assert y.data.dtype == dtype
+        assert fw.quantize(x, "mxfp8_e4m3", backend=backend).data.dtype == torch.float8_e4m3fn  # type: ignore[union-attr]
+    ocp = fw.quantize(x, "fp8_e4m3", fnuz=False)
+    with pytest.raises(NotImplementedError, match="fnuz=True"):
+        fw.gemm(ocp, ocp, backend="sim:gfx942")
