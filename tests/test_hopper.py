@@ -80,10 +80,10 @@ def test_problems_that_the_kernel_cannot_run_are_refused_with_the_reason() -> No
     fp8 = GemmProblem(8, 16, 16, "NN", FP8[0], FP8[1], BF16, device_type="cuda")
     assert "K contiguous" in (why_unsupported(fp8, None) or "")
     assert why_unsupported(replace(fp8, layout="TN"), None) is None
-    narrow = HopperConfig(256, 128, 128, cluster_m=1)
+    huge = replace(sm90_config.HUGE, tile_k=128)
     precise = replace(fp8, layout="TN", M=512, N=512, K=512)
-    assert "takes 64 rows" in (why_unsupported(precise, narrow) or "")
-    assert why_unsupported(replace(precise, fast_accum=True), narrow) is None
+    assert "288 accumulators" in (why_unsupported(precise, huge) or "")
+    assert why_unsupported(replace(precise, fast_accum=True), huge) is None
     pingpong = replace(sm90_config.SQUARE, tile_k=128)
     assert "pingpong with promotion" in (why_unsupported(precise, pingpong) or "")
     blocks = replace(precise, a_scaling="1x32", b_scaling="1x32")
@@ -115,6 +115,29 @@ def test_shared_memory_of_every_candidate_fits() -> None:
         for config in candidates(few):
             if config.schedule == "swapped":
                 assert sm90_config.swapped_smem_bytes(few, config) <= 227 * 1024
+
+
+@pytest.mark.parametrize("num_stages", range(2, 13))
+def test_scales_of_blocks_are_read_before_they_are_overwritten(num_stages: int) -> None:
+    """The producer fills a buffer of four k steps with the first or the last of a stage's loads; it is at most num_stages
+    steps ahead of the consumers, who read a step's scales during the step before."""
+
+    def safe(slots: int, k_tiles: int) -> bool:
+        read: list[int] = []  # the step in which a group of scales is last read
+        issued: list[int] = []
+        for tile in range(8):
+            for first in range(0, k_tiles, 4):
+                count = min(4, k_tiles - first)
+                step = tile * k_tiles + first
+                issued.append(step if first == 0 else step - 1)
+                read.append(step if first == 0 and count == 1 else step + count - 2)
+        return all(read[i - slots] <= issued[i] - num_stages for i in range(slots, len(read)))
+
+    slots = sm90_config.scale_slots(num_stages)
+    assert slots & (slots - 1) == 0
+    assert all(safe(slots, k_tiles) for k_tiles in range(4, 40))
+    if num_stages == 4:  # others may have more than they need
+        assert not all(safe(slots // 2, k_tiles) for k_tiles in range(4, 40))
 
 
 def test_copies_are_told_without_a_launch() -> None:
@@ -372,7 +395,17 @@ def test_fp8(
 @on_gpu
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize(
-    ("M", "N", "K"), [(700, 456, 1000), (129, 1025, 640), (40, 904, 2072), (3, 130, 128), (128, 100, 64)]
+    ("M", "N", "K"),
+    [
+        (700, 456, 1000),
+        (129, 1025, 640),
+        (40, 904, 2072),
+        (3, 130, 128),
+        (128, 100, 64),
+        (130, 520, 128),
+        (4300, 3000, 272),
+        (5000, 3300, 528),
+    ],
 )
 def test_fp8_blocks(M: int, N: int, K: int, fast: bool) -> None:
     """1x128 times 128x128: scales of widely different size, tails everywhere; every configuration. fast_accum changes nothing:

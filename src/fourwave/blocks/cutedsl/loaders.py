@@ -88,3 +88,54 @@ class TmaLoader:
         return cpasync.tma_partition(
             atom, rank, cute.make_layout(self.multicast), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
         )
+
+
+SCALE_STEPS = 4  # k steps whose scales are loaded together: 16 bytes of a row, the least that TMA takes
+SCALE_BLOCK = 128  # of k, and of n
+
+
+@dataclass(frozen=True)
+class ScaleLoader:
+    """Float32 scales of SCALE_STEPS k steps, `blocks` times `rows` of them below each other, each by TMA into a buffer of its own.
+
+    slots  buffers
+    """
+
+    rows: int
+    blocks: int
+    slots: int
+
+    @property
+    def block_elements(self) -> int:
+        """TMA writes to multiples of 128 bytes."""
+        return -(-self.rows * SCALE_STEPS // 32) * 32
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of what TMA brings."""
+        return self.blocks * self.rows * SCALE_STEPS * 4
+
+    @property
+    def elements(self) -> int:
+        return self.slots * self.blocks * self.block_elements
+
+    def matrix(self, pointer, rows, k_tiles, row_stride):
+        """[rows, k_tiles]; row_stride: a multiple of SCALE_STEPS."""
+        row_stride = cute.assume(row_stride, divby=SCALE_STEPS)
+        return cute.make_tensor(pointer, cute.make_layout((rows, k_tiles), stride=(row_stride, 1)))
+
+    def smem_layout(self):
+        """[rows, step, block, slot]."""
+        stride = (SCALE_STEPS, 1, self.block_elements, self.blocks * self.block_elements)
+        return cute.make_layout((self.rows, SCALE_STEPS, self.blocks, self.slots), stride=stride)
+
+    def tma(self, matrix):
+        layout = cute.make_layout((self.rows, SCALE_STEPS), stride=(SCALE_STEPS, 1))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), matrix, layout, (self.rows, SCALE_STEPS))
+
+    def partition(self, atom, coordinates, smem):
+        """(shared [copy, block, slot], global [copy, block of rows, steps])."""
+        tiles = cute.local_tile(coordinates, (self.rows, SCALE_STEPS), (None, None))
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+        )

@@ -1,9 +1,13 @@
 """wgmma: the products of one consumer warpgroup."""
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, cute
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.utils import hopper_helpers
+
+from fourwave.blocks.cutedsl.loaders import SCALE_BLOCK, SCALE_STEPS
 
 WARPGROUP = 128  # threads
 
@@ -57,81 +61,120 @@ def finish(pipe, release):
     return release
 
 
+@dsl_user_op
+def _pinned(value: Float32, *, loc=None, ip=None) -> Float32:
+    """The same value, computed between the asm statements before and after this one: no instruction."""
+    operand = Float32(value).ir_value(loc=loc, ip=ip)
+    return Float32(
+        llvm.inline_asm(
+            Float32.mlir_type, [operand], "", "=f,0", has_side_effects=True, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc,
+            ip=ip,
+        )
+    )  # fmt: skip
+
+
 @cute.jit
-def scale_offsets(M: Int32, N: Int32, m: Int32, n0: Int32, k_tiles: Int32, groups: cutlass.Constexpr):
-    """Where the scales of rows m and m + 8 of a ([M, k_tiles], one per 128 k) begin, and those of each 64 columns from n0 on
-    of b ([N / 128, k_tiles], one per 128 n and 128 k). Past the end any will do: what they scale is not stored."""
-    rows = cute.make_rmem_tensor(2, Int64)
-    for half in cutlass.range_constexpr(2):
-        rows[half] = Int64(cutlass.min(m + 8 * half, M - 1)) * k_tiles
-    columns = cute.make_rmem_tensor(groups, Int64)
-    for group in cutlass.range_constexpr(groups):
-        columns[group] = Int64(cutlass.min(n0 + 64 * group, N - 1) // 128) * k_tiles
-    return rows, columns
+def _promote(
+    sums: cute.Tensor, total: cute.Tensor, first: cutlass.Constexpr, factors, block: cutlass.Constexpr,
+    column: cutlass.Constexpr, group: cutlass.Constexpr,
+):  # fmt: skip
+    """total[first ...] += sums (* factors): those of a 64-row block from `column` on.
+
+    Pinned: the compiler would move additions across the next wgmmas, and ptxas then put a wait behind each of those.
+    """
+    for v in cutlass.range_constexpr(cute.size(sums)):
+        sums[v] = _pinned(sums[v])
+    for v in cutlass.range_constexpr(cute.size(sums)):
+        if cutlass.const_expr(factors is not None):
+            # Values in order: for each 8 columns, two of the thread's first row, two of its second one.
+            total[first + v] = total[first + v] + sums[v] * factors[v // 2 % 2, block, (column + 2 * v) // group]
+        else:
+            total[first + v] = total[first + v] + sums[v]
+    for v in cutlass.range_constexpr(cute.size(sums)):
+        total[first + v] = _pinned(total[first + v])
+
+
+@cute.jit
+def _read_scales(
+    of_rows: cute.Tensor, of_columns: cute.Tensor, scales_a: cute.Tensor, scales_b: cute.Tensor, slot: Int32, k_tile: Int32,
+    row: Int32, column: Int32,
+):  # fmt: skip
+    """Of one k step: of_rows [2, 64-row blocks], of_columns [groups of columns]; column: the tile's first one."""
+    slots = cute.size(scales_a, mode=[3])
+    slot, step = (slot + k_tile // SCALE_STEPS) % slots, k_tile % SCALE_STEPS
+    for g in cutlass.range_constexpr(cute.size(of_columns)):
+        block = 0
+        if cutlass.const_expr(cute.size(of_columns) > 1):
+            block = (column % SCALE_BLOCK + g * 64) // SCALE_BLOCK
+        of_columns[g] = scales_b[0, step, block, slot]
+    for block in cutlass.range_constexpr(cute.size(of_rows, mode=[1])):
+        for half in cutlass.range_constexpr(2):
+            of_rows[half, block] = scales_a[row + 64 * block + 8 * half, step, 0, slot]
 
 
 @cute.jit
 def accumulate_promoted(
-    pipe, read, release, mma: cute.TiledMma, total: cute.Tensor, a: cute.Tensor, b: tuple, k_tiles, scale_a: cute.Pointer,
-    scale_b: cute.Pointer, rows: cute.Tensor, columns: cute.Tensor, scaled: cutlass.Constexpr,
+    pipe, read, mma: cute.TiledMma, total: cute.Tensor, a: tuple, b: tuple, k_tiles: Int32, scales_a, scales_b, slot: Int32,
+    row: Int32, column: Int32, stagger: cutlass.Constexpr, consumer: Int32, turn: cutlass.Constexpr,
 ):  # fmt: skip
     """total = a @ b, where the matrix unit sums one stage at a time and float32 additions sum the stages.
 
     For FP8, whose products the matrix unit adds with fewer bits than float32, and for scales that change with k.
-    mma's columns are those of b's parts: a part is added while the next one's wgmmas run; meanwhile, and during the rest,
-    those of another warpgroup do. (With wgmmas in flight across the loop's end, ptxas would put a wait behind each.)
-    Returns the two pipeline states, both past the tile.
+    Another warpgroup's wgmmas run during the additions. The unit serves two warpgroups in turn, instruction by instruction:
+    those that start together also end together, and would add together, too. So the second one starts a tile (`stagger`)
+    when the first has its first sums.
+    Returns the pipeline state, past the tile.
 
-    total        [mma values, 1, parts]: one block of 64 rows
-    a, b         descriptors as in multiply; a tuple of b's parts, one after the other
-    scaled       multiply each stage's sum by scales, which begin at `rows` and `columns` (scale_offsets)
+    total         [mma values, 64-row blocks, parts]
+    a, b          descriptors as in multiply: a tuple of 64-row blocks, and one of parts of the columns. A block's parts are
+                  issued together, so that one is added while the next one's wgmmas run
+    scales_*      None, or as ScaleLoader brings them: each stage's sums are multiplied by those of a's rows and of b's
+                  columns. slot: where the tile's first ones are
+    row           this thread's first one in the tile; it has row + 8 too. column: the tile's first one
+    turn          named barrier of the stagger
     """
     parts = len(b)
-    groups = cute.size(columns)
-    row_scales = cute.make_rmem_tensor(2, Float32)
-    column_scales = cute.make_rmem_tensor(groups, Float32)
-    factors = cute.make_rmem_tensor((2, groups), Float32)
-    shape = mma.partition_shape_C((64, cute.size(total) * WARPGROUP // 64 // parts))
+    columns = cute.size(total) * WARPGROUP // 64 // len(a)
+    shape = mma.partition_shape_C((64, columns // parts))
     acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(parts)]
+    factors, group = None, columns
+    if cutlass.const_expr(scales_a is not None):
+        group = columns if SCALE_BLOCK % columns == 0 else 64
+        factors = cute.make_rmem_tensor((2, len(a), columns // group), Float32)
+        of_rows = cute.make_rmem_tensor((2, len(a)), Float32)
+        of_columns = cute.make_rmem_tensor(columns // group, Float32)
     total.fill(0.0)
-    if cutlass.const_expr(scaled):
-        _load_scales(row_scales, column_scales, scale_a, scale_b, rows, columns, Int32(0))
+    if cutlass.const_expr(stagger):
+        if consumer == 1 and k_tiles >= pipe.num_stages:
+            cute.arch.barrier(barrier_id=turn, number_of_threads=2 * WARPGROUP)
+    ready = pipe.consumer_try_wait(read)
+    if cutlass.const_expr(scales_a is not None):
+        pipe.consumer_wait(read, ready)
+        _read_scales(of_rows, of_columns, scales_a, scales_b, slot, Int32(0), row, column)
     for k_tile in cutlass.range(k_tiles, unroll=1):
-        pipe.consumer_wait(read)
-        warpgroup.fence()
-        for part in cutlass.range_constexpr(parts):
-            multiply(mma, acc[part], a, b[part], read.index, True)
-        if cutlass.const_expr(scaled):
-            # The next stage's are asked for before these products end, so that nothing waits for them.
+        pipe.consumer_wait(read, ready)
+        if cutlass.const_expr(scales_a is not None):
             for half in cutlass.range_constexpr(2):
-                for group in cutlass.range_constexpr(groups):
-                    factors[half, group] = row_scales[half] * column_scales[group]
-            _load_scales(
-                row_scales, column_scales, scale_a, scale_b, rows, columns, cutlass.min(k_tile + 1, k_tiles - 1)
-            )
-        for part in cutlass.range_constexpr(parts):
-            warpgroup.wait_group(parts - 1 - part)
-            if cutlass.const_expr(part == parts - 1):
-                pipe.consumer_release(release)
-            first = part * cute.size(acc[part])
-            for v in cutlass.range_constexpr(cute.size(acc[part])):
-                if cutlass.const_expr(scaled):
-                    # Values in order: for each 8 columns, two of the thread's first row, two of its second one.
-                    factor = factors[v // 2 % 2, (first + v) // 32]
-                    total[first + v] = total[first + v] + acc[part][v] * factor
-                else:
-                    total[first + v] = total[first + v] + acc[part][v]
-        read.advance()
-        release.advance()
-    return read, release
-
-
-@cute.jit
-def _load_scales(
-    row_scales: cute.Tensor, column_scales: cute.Tensor, scale_a: cute.Pointer, scale_b: cute.Pointer, rows: cute.Tensor,
-    columns: cute.Tensor, k_tile: Int32,
-):  # fmt: skip
-    for half in cutlass.range_constexpr(2):
-        row_scales[half] = scale_a[rows[half] + k_tile]
-    for group in cutlass.range_constexpr(cute.size(columns)):
-        column_scales[group] = scale_b[columns[group] + k_tile]
+                for block in cutlass.range_constexpr(len(a)):
+                    for g in cutlass.range_constexpr(columns // group):
+                        factors[half, block, g] = of_rows[half, block] * of_columns[g]
+        for block in cutlass.range_constexpr(len(a)):
+            warpgroup.fence()
+            for part in cutlass.range_constexpr(parts):
+                multiply(mma, acc[part], a[block], b[part], read.index, True)
+            if cutlass.const_expr(block == 0 and scales_a is not None):
+                # The next step's, which are there: loads that the products of this step need would hold them up.
+                ahead = cutlass.min(k_tile + 1, k_tiles - 1)
+                _read_scales(of_rows, of_columns, scales_a, scales_b, slot, ahead, row, column)
+            for part in cutlass.range_constexpr(parts):
+                warpgroup.wait_group(parts - 1 - part)
+                if cutlass.const_expr(stagger and block == 0 and part == 0):
+                    if consumer == 0 and k_tile == 0 and k_tiles >= pipe.num_stages:
+                        cute.arch.barrier_arrive(barrier_id=turn, number_of_threads=2 * WARPGROUP)
+                if cutlass.const_expr(block == len(a) - 1 and part == parts - 1):
+                    pipe.consumer_release(read)
+                    read.advance()
+                    ready = pipe.consumer_try_wait(read)
+                first = (block * parts + part) * cute.size(acc[part])
+                _promote(acc[part], total, first, factors, block, part * (columns // parts), group)
+    return read

@@ -4,13 +4,15 @@ a, b    bfloat16 or float16, each with either dimension contiguous; or float8_e4
         contiguous (wgmma reads 8-bit operands no other way). Accumulated in float32; of FP8 the matrix unit keeps about
         14 bits of a sum, so `promote` moves it to float32 registers after each stage, 128 k
 scale_* float32 in device memory: one, or one per row of a and of b; or absent; or, of FP8 with `promote`, one of a for each
-        128 k of a row and one of b for 128 n x 128 k, which multiply what each stage adds
+        128 k of a row and one of b for 128 n x 128 k, which multiply what each stage adds. Those have rows that start at
+        multiples of 16 bytes
 out     float32, bfloat16 or float16, N contiguous
 
 A CTA has one producer warpgroup, of which one thread works, and `consumers` consumer warpgroups. CTAs are persistent:
 cluster c computes tiles c, c + clusters, ... of the walk in blocks.cutedsl.schedule.
 
-Producer, for every tile and k step: wait until the stage is empty, then TMA both operands' tiles into it.
+Producer, for every tile and k step: wait until the stage is empty, then TMA both operands' tiles into it; with every
+fourth, the scales of four steps (blocks.cutedsl.loaders.ScaleLoader).
 Consumer, for every tile: for each k step wait until the stage is full, issue its wgmmas, wait for those of the step
 before, release that one's stage; then the epilogue. Cooperative: all consumers take the same stages, each its own rows.
 Pingpong: consumer i takes tiles i, i + 2, ... of the CTA and skips the other's stages, so one tile's epilogue runs beside
@@ -25,6 +27,7 @@ Named barriers
   TURN + i  pingpong: consumer i waits here for its turn at the stages; the other arrives when it has waited for the last
             stage of its tile, and consumer 1 once at the start. Without it consumer i would wait for a stage more than
             one phase ahead, and a wait that only knows the parity would return at once.
+  TURN      promotion with two consumers: the second waits here for the first one's first sums of a tile (blocks.cutedsl.mma).
 
 Multicast: the CTAs of a cluster that share a row of tiles load A together, those that share a column B.
 
@@ -45,9 +48,10 @@ from cutlass.memory import SmemAllocator
 
 from fourwave.blocks.cutedsl import mma as mma_block
 from fourwave.blocks.cutedsl.epilogue import Epilogue
-from fourwave.blocks.cutedsl.loaders import TmaLoader
+from fourwave.blocks.cutedsl.loaders import SCALE_BLOCK, SCALE_STEPS, ScaleLoader, TmaLoader
 from fourwave.blocks.cutedsl.mma import WARPGROUP
 from fourwave.blocks.cutedsl.schedule import tile_of
+from fourwave.ops.gemm.sm90_config import scale_slots
 
 TURN = 4  # named barriers of the pingpong order; those below belong to the epilogues
 SMEM_ALIGN = 1024  # bytes: eight rows of 128, the period of the swizzle
@@ -68,6 +72,7 @@ class Geometry:
     cluster_m: int
     cluster_n: int
     along: str
+    scale_slots: int
 
     @property
     def threads(self) -> int:
@@ -82,6 +87,7 @@ def geometry(config) -> Geometry:
     return Geometry(
         config.tile_m, config.tile_n, config.schedule == "pingpong", config.consumers, config.warpgroup_m,
         config.num_stages, config.cluster_m, config.cluster_n, config.along,
+        scale_slots(config.num_stages),
     )  # fmt: skip
 
 
@@ -98,8 +104,24 @@ class Gemm:
 
     @property
     def parts(self) -> int:
-        """Of a tile's columns, with promotion: two warpgroups need more than each other to fill the time of additions."""
-        return 2 if self.promote and self.geo.consumers < 3 else 1
+        """Of a tile's columns, with promotion: a single warpgroup needs its own products beside the additions."""
+        return 2 if self.promote and self.geo.consumers == 1 else 1
+
+    @property
+    def scaled(self) -> bool:
+        """By blocks."""
+        return self.a_scaling == "1x128"
+
+    @property
+    def stagger(self) -> bool:
+        return self.geo.consumers == 2
+
+    @property
+    def scale_loaders(self) -> tuple[ScaleLoader, ScaleLoader]:
+        """Of a's rows, and of the blocks of b's columns."""
+        slots = self.geo.scale_slots
+        blocks = -(-self.geo.tile_n // SCALE_BLOCK)
+        return ScaleLoader(self.geo.tile_m, 1, slots), ScaleLoader(1, blocks, slots)
 
     @cute.jit
     def __call__(
@@ -114,8 +136,17 @@ class Gemm:
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
         tma_b, coordinates_b = self.loader_b.tma(self.loader_b.matrix(b, N, K, b_stride))
         tma_out, coordinates_out = self.epilogue.tma(self.epilogue.matrix(out, M, N, out_stride))
+        scale_tma = (None, None, None, None)
+        if cutlass.const_expr(self.scaled):
+            loader_sa, loader_sb = self.scale_loaders
+            k_blocks = cute.ceil_div(K, SCALE_BLOCK)
+            stride = Int64(cute.ceil_div(k_blocks, SCALE_STEPS)) * SCALE_STEPS
+            scale_tma = (
+                *loader_sa.tma(loader_sa.matrix(scale_a.align(16), M, k_blocks, stride)),
+                *loader_sb.tma(loader_sb.matrix(scale_b.align(16), cute.ceil_div(N, SCALE_BLOCK), k_blocks, stride)),
+            )
         self.kernel(
-            tma_a, coordinates_a, tma_b, coordinates_b, tma_out, coordinates_out, bias, scale_a, scale_b,
+            tma_a, coordinates_a, tma_b, coordinates_b, tma_out, coordinates_out, *scale_tma, bias, scale_a, scale_b,
             M, N, K, alpha, group,
         ).launch(
             grid=(num_clusters * geo.cluster_m * geo.cluster_n, 1, 1),
@@ -129,8 +160,9 @@ class Gemm:
     @cute.kernel
     def kernel(
         self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
-        tma_out: cute.CopyAtom, coordinates_out: cute.Tensor, bias: cute.Pointer, scale_a: cute.Pointer,
-        scale_b: cute.Pointer, M: Int32, N: Int32, K: Int32, alpha: Float32, group: Int32,
+        tma_out: cute.CopyAtom, coordinates_out: cute.Tensor, tma_sa, coordinates_sa, tma_sb, coordinates_sb,
+        bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, M: Int32, N: Int32, K: Int32, alpha: Float32,
+        group: Int32,
     ):  # fmt: skip
         geo, loader_a, loader_b, epilogue = self.geo, self.loader_a, self.loader_b, self.epilogue
         thread = cute.arch.thread_idx()[0]
@@ -146,6 +178,7 @@ class Gemm:
         # Prologue: barriers, buffers, this CTA's place in its cluster and the cluster's in the walk.
         layout_a, layout_b = loader_a.smem_layout(), loader_b.smem_layout()
         layout_out = epilogue.smem_layout(geo.consumers)
+        loader_sa, loader_sb = self.scale_loaders
 
         @cute.struct
         class Storage:
@@ -153,11 +186,18 @@ class Gemm:
             a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
             b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, cute.cosize(layout_b)], SMEM_ALIGN]
             out: cute.struct.Align[cute.struct.MemRange[epilogue.out_dtype, cute.cosize(layout_out)], SMEM_ALIGN]
+            scales_a: cute.struct.Align[cute.struct.MemRange[Float32, loader_sa.elements if self.scaled else 0], 128]
+            scales_b: cute.struct.Align[cute.struct.MemRange[Float32, loader_sb.elements if self.scaled else 0], 128]
 
         storage = SmemAllocator().allocate(Storage)
         smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
         smem_out = storage.out.get_tensor(layout_out.outer, swizzle=layout_out.inner)
+
+        scales_a = scales_b = None
+        if cutlass.const_expr(self.scaled):
+            scales_a = storage.scales_a.get_tensor(loader_sa.smem_layout())
+            scales_b = storage.scales_b.get_tensor(loader_sb.smem_layout())
 
         cluster = cute.make_layout((geo.cluster_m, geo.cluster_n, 1))
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -174,6 +214,11 @@ class Gemm:
         pipeline.pipeline_init_arrive(cluster_shape_mn=(geo.cluster_m, geo.cluster_n), is_relaxed=True)
 
         k_tiles = cute.ceil_div(K, loader_a.tile_k)
+        slots = 1
+        if cutlass.const_expr(self.scaled):
+            k_tiles = cutlass.max(k_tiles, SCALE_STEPS)  # past the end all is zero
+            slots = loader_sa.slots
+        tile_slots = cute.ceil_div(k_tiles, SCALE_STEPS)
         tiles_m = cute.ceil_div(M, geo.tile_m * geo.cluster_m)  # of clusters
         tiles_n = cute.ceil_div(N, geo.tile_n * geo.cluster_n)
         num_tiles = tiles_m * tiles_n
@@ -196,8 +241,12 @@ class Gemm:
                     mask_a = cute.make_layout_image_mask(cluster, place, mode=1)
                 if cutlass.const_expr(geo.cluster_m > 1):
                     mask_b = cute.make_layout_image_mask(cluster, place, mode=0)
+                if cutlass.const_expr(self.scaled):
+                    shared_sa, global_sa = loader_sa.partition(tma_sa, coordinates_sa, scales_a)
+                    shared_sb, global_sb = loader_sb.partition(tma_sb, coordinates_sb, scales_b)
                 write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, geo.num_stages)
                 tile = first_tile
+                slot = Int32(0)
                 while tile < num_tiles:
                     m_tile, n_tile = tile_of(tile, tiles_m, tiles_n, group, geo.along)
                     m_tile = m_tile * geo.cluster_m + place[0]
@@ -205,6 +254,21 @@ class Gemm:
                     for k_tile in cutlass.range(k_tiles, unroll=1):
                         pipe.producer_acquire(write)
                         full = pipe.producer_get_barrier(write)
+                        if cutlass.const_expr(self.scaled):
+                            # The first ones of a tile with its first step, others a step early (mma.accumulate_promoted).
+                            steps = (k_tile + 1) // SCALE_STEPS
+                            if k_tile == 0 or (k_tile % SCALE_STEPS == SCALE_STEPS - 1 and k_tile + 1 < k_tiles):
+                                with cute.arch.elect_one():
+                                    cute.arch.mbarrier_expect_tx(full, loader_sa.slot_bytes + loader_sb.slot_bytes)
+                                cute.copy(
+                                    tma_sa, global_sa[(None, m_tile, steps)], shared_sa[(None, 0, (slot + steps) % slots)],
+                                    tma_bar_ptr=full,
+                                )  # fmt: skip
+                                for i in cutlass.range_constexpr(loader_sb.blocks):
+                                    cute.copy(
+                                        tma_sb, global_sb[(None, n_tile * geo.tile_n // SCALE_BLOCK + i, steps)],
+                                        shared_sb[(None, i, (slot + steps) % slots)], tma_bar_ptr=full,
+                                    )  # fmt: skip
                         cute.copy(
                             tma_a, global_a[(None, m_tile, k_tile)], shared_a[(None, write.index)],
                             tma_bar_ptr=full, mcast_mask=mask_a,
@@ -215,6 +279,7 @@ class Gemm:
                         )  # fmt: skip
                         write.advance()
                     tile += num_clusters
+                    slot = (slot + tile_slots) % slots
                 # No CTA may end while another can still arrive at its barriers or send into its buffers.
                 pipe.producer_tail(write)
         else:
@@ -230,8 +295,14 @@ class Gemm:
             operand_a = mma.make_fragment_A(slice_.partition_A(own_a))
             operand_b = mma.make_fragment_B(slice_.partition_B(smem_b))
             acc = cute.make_rmem_tensor(mma.partition_shape_C((geo.warpgroup_m, geo.tile_n)), Float32)
-            parts_b = ()
+            blocks_a = parts_b = ()
             if cutlass.const_expr(self.promote):
+                blocks = geo.warpgroup_m // 64
+                for i in cutlass.range_constexpr(blocks):
+                    block = cute.local_tile(
+                        smem_a, (64, loader_a.tile_k, geo.num_stages), (row_block * blocks + i, 0, 0)
+                    )
+                    blocks_a = (*blocks_a, mma.make_fragment_A(slice_.partition_A(block)))
                 for i in cutlass.range_constexpr(self.parts):
                     shape = geo.tile_n // self.parts, loader_b.tile_k, geo.num_stages
                     part = cute.local_tile(smem_b, shape, (i, 0, 0))
@@ -246,6 +317,7 @@ class Gemm:
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, geo.num_stages)
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, geo.num_stages)
             tile = first_tile
+            slot = Int32(0)
             stride = num_clusters
             if cutlass.const_expr(geo.pingpong):
                 tile += consumer * num_clusters
@@ -261,12 +333,12 @@ class Gemm:
                 m0 = m_tile * geo.tile_m + row_block * geo.warpgroup_m
                 factors = epilogue.factors(scale_a, geo.warpgroup_m // 64, M, m0, alpha, thread % WARPGROUP)
                 if cutlass.const_expr(self.promote):
-                    row = m0 + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
-                    rows, columns = mma_block.scale_offsets(M, N, row, n_tile * geo.tile_n, k_tiles, geo.tile_n // 64)
-                    read, release = mma_block.accumulate_promoted(
-                        pipe, read, release, mma, acc, operand_a, parts_b, k_tiles, scale_a, scale_b, rows, columns,
-                        self.a_scaling == "1x128",
+                    row = row_block * geo.warpgroup_m + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
+                    read = mma_block.accumulate_promoted(
+                        pipe, read, mma, acc, blocks_a, parts_b, k_tiles, scales_a, scales_b, slot, row, n_tile * geo.tile_n,
+                        self.stagger, consumer, TURN,
                     )  # fmt: skip
+                    slot = (slot + tile_slots) % slots
                 else:
                     if cutlass.const_expr(geo.pingpong):
                         cute.arch.barrier(barrier_id=TURN + consumer, number_of_threads=2 * WARPGROUP)

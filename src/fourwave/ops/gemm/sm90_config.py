@@ -21,6 +21,7 @@ BARRIER_BYTES = 1024  # mbarriers, and what aligning the buffers to 1024 bytes c
 SWIZZLE_BYTES = 128  # a row of a shared-memory tile: the widest swizzle of TMA and wgmma
 STORE_ROWS = 64  # rows of an output buffer: one wgmma's
 STORE_BYTES = STORE_ROWS * SWIZZLE_BYTES
+SCALE_STEPS = 4  # k steps whose scales are loaded together: 16 bytes of a row, the least that TMA takes
 MAX_ACCUMULATORS = 192  # per thread; of at most 255 registers, the rest holds addresses and the epilogue's values
 MAX_EXTENT = 2**31 - 2**12  # TMA coordinates are int32, and rounding up to a tile must not overflow
 MAX_STRIDE_BYTES = 2**40  # of a tensor map
@@ -89,9 +90,24 @@ def store_columns(out_dtype: torch.dtype) -> int:
     return SWIZZLE_BYTES // out_dtype.itemsize
 
 
-def smem_bytes(config: HopperConfig, elem_bytes: int) -> int:
+def scale_slots(num_stages: int) -> int:
+    """Buffers of the scales of SCALE_STEPS k steps, a power of two, that need no barriers of their own.
+
+    The producer is at most num_stages steps ahead. A buffer holds SCALE_STEPS steps, at a tile's end perhaps only one, and tiles
+    have at least SCALE_STEPS: `slots - 1` neighbours and one step more must be num_stages steps (tests/test_hopper.py).
+    """
+    slots = 2
+    while SCALE_STEPS * ((slots - 1) // 2) + slots // 2 + 1 < num_stages:
+        slots *= 2
+    return slots
+
+
+def smem_bytes(config: HopperConfig, elem_bytes: int, block_scaled: bool = False) -> int:
     stage = (config.tile_m + config.tile_n) * config.tile_k * elem_bytes
-    return config.num_stages * stage + config.consumers * config.store_stages * STORE_BYTES + BARRIER_BYTES
+    scales = 0
+    if block_scaled:  # of a's rows, and of each of b's blocks in 128 bytes
+        scales = scale_slots(config.num_stages) * (4 * SCALE_STEPS * config.tile_m + 128 * -(-config.tile_n // 128))
+    return config.num_stages * stage + config.consumers * config.store_stages * STORE_BYTES + scales + BARRIER_BYTES
 
 
 def promotes(problem: GemmProblem) -> bool:
@@ -131,10 +147,11 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
         return f"config is a {type(config).__name__}: the Hopper kernel takes a HopperConfig"
     if config.schedule == "swapped":
         return _why_swapped_unsupported(problem, config)
-    return _why_config_unsupported(config, problem.a_dtype.itemsize, problem.out_dtype, promotes(problem))
+    return _why_config_unsupported(problem, config)
 
 
-def _why_config_unsupported(config: HopperConfig, elem_bytes: int, out_dtype: torch.dtype, promote: bool) -> str | None:
+def _why_config_unsupported(problem: GemmProblem, config: HopperConfig) -> str | None:
+    elem_bytes, promote = problem.a_dtype.itemsize, promotes(problem)
     for name in (
         "tile_m",
         "tile_n",
@@ -170,9 +187,9 @@ def _why_config_unsupported(config: HopperConfig, elem_bytes: int, out_dtype: to
         )
     if promote and config.schedule == "pingpong":
         return "pingpong with promotion: the additions need another warpgroup's products beside them"
-    if promote and config.warpgroup_m != 64:
-        return f"tile_m={config.tile_m} with promotion: each consumer warpgroup takes 64 rows"
-    accumulators = config.warpgroup_m * config.tile_n // 128 * (2 if promote else 1)
+    accumulators = config.warpgroup_m * config.tile_n // 128
+    if promote:
+        accumulators += 64 * config.tile_n // 128
     if accumulators > MAX_ACCUMULATORS:
         return f"{accumulators} accumulators per thread: at most {MAX_ACCUMULATORS}"
     if config.consumers == 3 and accumulators > 128:
@@ -185,12 +202,12 @@ def _why_config_unsupported(config: HopperConfig, elem_bytes: int, out_dtype: to
         return f"cluster {config.cluster_m}x{config.cluster_n}: each CTA loads its share of a tile in slices of 64 rows"
     if config.along not in ("m", "n"):
         return f"bands along {config.along!r}: along m or n"
-    buffers = config.warpgroup_m // STORE_ROWS * (config.tile_n // store_columns(out_dtype))
+    buffers = config.warpgroup_m // STORE_ROWS * (config.tile_n // store_columns(problem.out_dtype))
     if buffers % config.store_stages:
         return (
             f"store_stages={config.store_stages}: it must divide the {buffers} buffers that a warpgroup stores per tile"
         )
-    smem = smem_bytes(config, elem_bytes)
+    smem = smem_bytes(config, elem_bytes, problem.a_scaling == "1x128")
     if smem > SMEM_BYTES:
         return f"{smem} bytes of shared memory: a CTA has {SMEM_BYTES}"
     return None
@@ -298,12 +315,14 @@ SMALL = HopperConfig(64, 64, schedule="pingpong", num_stages=12, store_stages=1,
 _CANDIDATES = (WIDE, SQUARE, LONG, HUGE, HALF, LOW, SMALL)
 _TOKENS = (8, 16, 32, 64, 128)  # of a swapped tile
 _LEAST_ROWS = 32
-# With promotion, which doubles the accumulators.
+# With promotion: totals beside the accumulators of 64 rows. TALL suits scales of rows, the other two those of blocks, whose
+# scales also lie in shared memory.
+PROMOTING_TALL = HopperConfig(256, 128, store_stages=2, cluster_m=1, cluster_n=2)
+PROMOTING_BLOCKS = HopperConfig(256, 128, store_stages=1, cluster_m=2, cluster_n=1, group=4)
 PROMOTING_LONG = HopperConfig(128, 192, store_stages=3, cluster_m=1, cluster_n=2)
-PROMOTING_SQUARE = HopperConfig(128, 128, num_stages=6)
+PROMOTING_SQUARE = HopperConfig(128, 128, num_stages=6, store_stages=1)
 PROMOTING_LOW = HopperConfig(64, 128, consumers=1, num_stages=8, cluster_m=1)
-PROMOTING_TALL = HopperConfig(192, 128, consumers=3, num_stages=5, store_stages=1, cluster_m=2)
-_PROMOTING = (PROMOTING_LONG, PROMOTING_SQUARE, PROMOTING_LOW, PROMOTING_TALL)
+_PROMOTING = (PROMOTING_TALL, PROMOTING_BLOCKS, PROMOTING_LONG, PROMOTING_SQUARE, PROMOTING_LOW)
 
 # A model of the time, its constants from one H200 (docs/hopper.md). Rates are relative to WIDE on full waves.
 _SM_FLOPS = 5.9e12  # of WIDE's main loop, per SM and second
@@ -314,7 +333,7 @@ _L2_BYTES_PER_SECOND = 39e12
 _SPLIT_SECONDS, _TURN_SECONDS, _SHARE_SECONDS = 0.58e-6, 0.024e-6, 0.15e-6
 _STORE_SECONDS = 0.8e-6  # of a 256x128 tile, where nothing else runs meanwhile
 _RATES = {
-    HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_SQUARE: 0.86, PROMOTING_LOW: 0.52, PROMOTING_TALL: 0.95
+    HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_BLOCKS: 0.99, PROMOTING_SQUARE: 0.92, PROMOTING_LOW: 0.52
 }  # fmt: skip
 # SQUARE hides its stores and reads more shared memory per product than WIDE. The first outweighs the second where tiles
 # are short and the chip is at its power limit, which a BF16 call of less than half a millisecond does not bring it to.
@@ -341,6 +360,8 @@ def _rate(problem: GemmProblem, config: HopperConfig) -> float:
     k_bytes = problem.K * problem.a_dtype.itemsize
     drift = volume * (k_bytes / 16384) ** 0.5
     short = k_bytes <= _SQUARE_K_BYTES and (volume >= _SQUARE_VOLUME or problem.a_dtype in FP8)
+    if config == PROMOTING_LONG and problem.a_scaling != "1x128":
+        return 0.965
     if config == HUGE:
         return 1.02 if drift > _DRIFT_VOLUMES[1] else 0.97
     if config in (SQUARE, LONG) and drift > _DRIFT_VOLUMES[0]:

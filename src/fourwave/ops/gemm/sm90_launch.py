@@ -259,6 +259,8 @@ def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors)
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
     if entry is None or (pointers[0] | pointers[1] | pointers[2]) % ALIGN_BYTES:
         return _prepare(device, problem, config, tensors, out)
+    if problem.a_scaling == "1x128" and (tensors.a_scale.data_ptr() | tensors.b_scale.data_ptr()) % ALIGN_BYTES:  # type: ignore[union-attr]
+        return _prepare(device, problem, config, tensors, out)
     entry[0].launch(*pointers, tensors, torch._C._cuda_getCurrentRawStream(device))
     return []
 
@@ -286,6 +288,12 @@ def _prepare(
     notes = []
     a, b = _aligned("a", tensors.a, notes), _aligned("b", tensors.b, notes)
     target = out
+    if problem.a_scaling == "1x128" and not swapped:
+        assert tensors.a_scale is not None and tensors.b_scale is not None
+        tensors = tensors._replace(
+            a_scale=_aligned("a's scales", tensors.a_scale, notes),
+            b_scale=_aligned("b's scales", tensors.b_scale, notes),
+        )
     if not swapped and (reason := _misaligned(out) or _partial_chunk(out)) is not None:
         notes.append(f"out written through a copy: {reason}")
         target = _padded(out, copy=problem.accumulate)
@@ -302,7 +310,7 @@ def _prepare(
         if len(plans) >= MAX_PLANS:
             plans.clear()
         plan = plans[key] = _Plan(chosen, executor, problem, strides, _num_sms(device))
-    if a is tensors.a and b is tensors.b and target is out and (vector or out.data_ptr() % ALIGN_BYTES == 0):
+    if not notes and (vector or out.data_ptr() % ALIGN_BYTES == 0):
         # The next call with these strides and aligned bases needs none of the above.
         if len(recent) >= MAX_PLANS:
             recent.clear()
@@ -323,7 +331,10 @@ def copies(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTenso
         notes = copies(plain, fitting, tensors._replace(out=None))
         return [*notes, f"accumulated through a float32 buffer: out is {problem.out_dtype}"]
     notes = []
-    for name, tensor in (("a", tensors.a), ("b", tensors.b)):
+    read = [("a", tensors.a), ("b", tensors.b)]
+    if problem.a_scaling == "1x128" and not swapped and tensors.a_scale is not None and tensors.b_scale is not None:
+        read += [("a's scales", tensors.a_scale), ("b's scales", tensors.b_scale)]
+    for name, tensor in read:
         if (reason := _misaligned(tensor)) is not None:
             notes.append(f"{name} copied: {reason}")
     out = tensors.out
