@@ -79,6 +79,7 @@ def session(
     step_limit: int = 0,
     count_bank_conflicts: bool = False,
     workgroups: range | None = None,
+    trace: bool = False,
     mutate: Mutation | None = None,
     harness: Harness | Orders | Any = None,
     outputs: Sequence[Any] = (),
@@ -94,6 +95,8 @@ def session(
     step_limit  instructions a wave may run before the launch is stopped with a finding; 0: no limit
     count_bank_conflicts   fill the counters lds_read_cycles and lds_read_cycles_ideal (slower)
     workgroups  simulate only this range of the launch's linear workgroup ids (x fastest)
+    trace       keep what the first workgroup of each launch does (Launch.events): tiles of gfx1250's tensor data mover, waits for
+                counters, split barriers, LDS reads, matrix instructions
     mutate      plant a fault in every kernel (fourwave.sim.mutate)
     harness     plant every fault, one at a time, at each kernel's first launch, or run each launch in every order
                 (fourwave.sim.harness)
@@ -103,7 +106,7 @@ def session(
     if on_finding not in ("record", "raise"):
         raise ValueError(f"on_finding={on_finding!r}; it can be 'record' or 'raise'")
     options = Options(
-        tuple(checks), completion, schedule, threads, step_limit, count_bank_conflicts, workgroups, mutate
+        tuple(checks), completion, schedule, threads, step_limit, count_bank_conflicts, workgroups, mutate, trace=trace
     )
     if reason := unavailable(arch):
         raise ValueError(reason) if arch not in ARCHS else RuntimeError(reason)

@@ -76,6 +76,8 @@ typedef struct {
     i32 stop_at_finding;         /* 1: the first finding ends the launch */
     i32 num_outputs;
     struct Output { u64 lo, hi; uint8_t *written; } *outputs; /* memory that the kernel is to write: a byte of `written` for each of theirs */
+    struct Event { i32 kind, wave, line, detail; u64 address, bytes; } *events; /* trace of the first workgroup */
+    i32 max_events, num_events;  /* 0: no trace; num_events: out, may be more than there was room for */
     /* out */
     Finding *findings;
     i32 max_findings, num_findings;
@@ -162,6 +164,15 @@ typedef struct Group {
     u32 cluster_rank;
 #endif
 } Group;
+
+/* What the first workgroup does, in the order of its turns: native.py's EVENTS. */
+enum { E_TILE_ISSUED, E_TILE_LANDED, E_WAIT, E_BARRIER, E_LDS_READ, E_MATRIX };
+static inline void note(Group *g, const Wave *w, i32 kind, i32 line, i32 detail, u64 address, u64 bytes) {
+    Launch *L = g->launch;
+    if (!L->max_events || g->workgroup != L->first_workgroup) return;
+    if (L->num_events < L->max_events) L->events[L->num_events] = (struct Event){kind, (i32)(w - g->waves), line, detail, address, bytes};
+    L->num_events++;
+}
 
 static void report(Group *g, i32 kind, i32 line, const Wave *w, i32 lane, u64 address, i32 other_wave, i32 other_line, i32 detail) {
     Launch *L = g->launch;
@@ -779,6 +790,7 @@ static void run_wave(Group *g, Wave *w) {
             if (L->completion == 2) land_some(g, w);
             remember_read(w, p[5], at, exec, bytes, line);
             count_banks(g, at, exec, bytes);
+            if (exec) note(g, w, E_LDS_READ, line, 0, at[__builtin_ctzll(exec)], bytes);
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
                 u32 x = at[l];

@@ -173,6 +173,9 @@ static void tensor_load_ends(Group *g, Wave *w, uint8_t *global, u32 lds, u32 by
 static void tensor_store_begins(Group *g, Wave *w, uint8_t *global, u32 lds, u32 bytes, i32 line) { begin_store(g, w, global, lds, bytes, line, 0); }
 static void tensor_store_ends(Group *g, Wave *w, uint8_t *global, u32 lds, u32 bytes, i32 line) { end_store(g, w, global, lds, bytes, line); }
 
+/* Of a tile, gaps left out: rows times columns times the size of an element (read_descriptor). */
+static u64 tensor_bytes(const u32 *words) { return (u64)(words[8] & 0xffff) * (words[7] >> 16) << (words[4] >> 16 & 3); }
+
 /* ---- queues ---- */
 static void complete_oldest(Group *g, Wave *w, Queue *q) {
     Transfer *x = &q->ring[q->head];
@@ -184,6 +187,7 @@ static void complete_oldest(Group *g, Wave *w, Queue *q) {
     } else if (x->lanes) {
         Tensor t = read_descriptor(x->words, x->store);
         visit_tensor(g, w, &t, x->line, x->store ? tensor_store_ends : tensor_load_ends);
+        note(g, w, E_TILE_LANDED, x->line, x->store, x->words[1], tensor_bytes(x->words));
     }
     q->head = (q->head + 1) % MAX_TRANSFERS;
     q->count--;
@@ -223,6 +227,7 @@ static void issue_tensor(Group *g, Wave *w, const u32 *words, i32 line, int stor
     else if (t.active && (store || !multicast_leaves_out(g, w, t.mask, line))) {
         memcpy(x->words, words, sizeof x->words);
         x->lanes = 1;
+        note(g, w, E_TILE_ISSUED, line, store, words[1], tensor_bytes(words));
         visit_tensor(g, w, &t, line, store ? tensor_store_begins : tensor_load_begins);
     }
     after_issue(g, w, Q_TENSOR);

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .lowering import LDS_BANKS
-from .native import COUNTERS, Allocation, Output, RawFinding, RawLaunch, library
+from .native import COUNTERS, EVENTS, Allocation, Output, RawEvent, RawFinding, RawLaunch, library
 from .program import Builder, Program
-from .report import KINDS, Launch, Report, finding_from_raw
+from .report import KINDS, Event, Launch, Report, finding_from_raw
 
 LDS_CAPACITY = {"gfx942": 64 << 10, "gfx950": 160 << 10, "gfx1250": 320 << 10}
 MAX_CLUSTER = 16  # workgroups
 _MAX_FINDINGS = 128
+_MAX_EVENTS = 1 << 20
 COMPLETIONS = ("late", "early", "random")
 CHECKS = ("memory", "init", "race", "wait", "barrier", "global")
 
@@ -37,6 +38,7 @@ class Options:
     workgroups: range | None = None
     mutate: Callable[[Builder], None] | None = None
     stop_at_finding: bool = False  # the first one ends the launch
+    trace: bool = False  # of the first workgroup: Launch.events
 
     def __post_init__(self) -> None:
         if unknown := set(self.checks) - set(CHECKS):
@@ -154,6 +156,7 @@ def run(
     data = [(a.ctypes.data, a.ctypes.data + a.nbytes) for a in program.data]
     allocations = Memory(memory.ranges + data).as_array() if data else memory.as_array()
     findings = (RawFinding * _MAX_FINDINGS)()
+    events = (RawEvent * (_MAX_EVENTS if options.trace else 1))()
     code = np.ascontiguousarray(program.code)
     raw = RawLaunch(
         code=code.ctypes.data,
@@ -177,6 +180,8 @@ def run(
         step_limit=options.step_limit,
         lds_banks=LDS_BANKS[program.arch] if options.count_bank_conflicts else 0,
         stop_at_finding=int(options.stop_at_finding),
+        events=ctypes.addressof(events),
+        max_events=_MAX_EVENTS if options.trace else 0,
         findings=ctypes.addressof(findings),
         max_findings=_MAX_FINDINGS,
     )
@@ -188,9 +193,14 @@ def run(
     if total and _interruptible(library(program.wave_size).fourwave_sim_run, raw):
         raise ValueError(f"kernel {program.name}: too many waves in a workgroup of {block}")
     seconds = time.perf_counter() - start
+    if raw.num_events > _MAX_EVENTS:
+        raise ValueError(f"kernel {program.name}: its trace has {raw.num_events} events, more than {_MAX_EVENTS}")
     launch = Launch(
         kernel=program.name, arch=program.arch, grid=grid, block=block, workgroups=len(chosen), lds_bytes=lds_bytes, seconds=seconds,
         counters=dict(zip(COUNTERS, raw.counters)),
+        events=[
+            Event(EVENTS[e.kind], e.wave, e.line, e.detail, e.address, e.bytes) for e in events[: raw.num_events]
+        ],
     )  # fmt: skip
     return Report(
         [launch], [finding_from_raw(findings[i], program.lines, program.name) for i in range(raw.num_findings)]

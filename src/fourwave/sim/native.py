@@ -56,6 +56,18 @@ class RawFinding(ctypes.Structure):
     ]
 
 
+# Kinds of the trace's events. "tile issued", "tile landed": address in LDS and bytes of a tensor data mover's tile, detail 1 for a
+# store; "wait": detail 0 dscnt, 1 asynccnt, 2 tensorcnt, 3 other, address: how many may be outstanding; "LDS read": the first lane's.
+EVENTS = ("tile issued", "tile landed", "wait", "barrier", "LDS read", "matrix")
+
+
+class RawEvent(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int32) for name in ("kind", "wave", "line", "detail")),
+        *((name, ctypes.c_uint64) for name in ("address", "bytes")),
+    ]
+
+
 class RawLaunch(ctypes.Structure):
     _fields_ = [
         ("code", ctypes.c_void_p),
@@ -67,6 +79,7 @@ class RawLaunch(ctypes.Structure):
         ("first_workgroup", ctypes.c_uint64), ("num_workgroups", ctypes.c_uint64), ("step_limit", ctypes.c_uint64),
         ("lds_banks", ctypes.c_int32), ("stop_at_finding", ctypes.c_int32),
         ("num_outputs", ctypes.c_int32), ("outputs", ctypes.c_void_p),
+        ("events", ctypes.c_void_p), ("max_events", ctypes.c_int32), ("num_events", ctypes.c_int32),
         ("findings", ctypes.c_void_p), ("max_findings", ctypes.c_int32), ("num_findings", ctypes.c_int32),
         ("counters", ctypes.c_uint64 * NUM_COUNTERS),
         ("next", ctypes.c_uint64), ("done", ctypes.c_uint64), ("progress", ctypes.c_uint64), ("stop", ctypes.c_int32),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Order of core.c's F_ constants; also the names for session(checks=...).
 KINDS = ("memory", "init", "race", "wait", "barrier", "limit", "global")
@@ -115,6 +115,17 @@ class Finding:
         )
 
 
+class Event(NamedTuple):
+    """What a wave did (native.EVENTS says what the fields mean for each kind). line: an index of the program's."""
+
+    kind: str
+    wave: int
+    line: int
+    detail: int
+    address: int
+    bytes: int
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch: sizes, host seconds spent simulating it, and the sums of the core's counters over its workgroups."""
@@ -127,6 +138,7 @@ class Launch:
     lds_bytes: int
     seconds: float
     counters: dict[str, int]
+    events: list[Event] = field(default_factory=list, repr=False)  # of the first workgroup, where they are traced
 
 
 @dataclass
