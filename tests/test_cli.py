@@ -463,3 +463,15 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch, capsys)
     for name in ("one", "two", "three"):
         steps.done(name)
     assert capsys.readouterr().err.strip() == "work: 2 of 3, 16 s  two"
+
+
+def test_lists_with_commas() -> None:
+    from fourwave.cli import names
+
+    assert names.archs(["gfx942,gfx950"]) == ["gfx942", "gfx950"]
+    assert names.layouts(["nt, TN", "NN"]) == ["NT", "TN", "NN"]
+    assert names.split(["fp8,mxfp8", "bf16"]) == ["fp8", "mxfp8", "bf16"]
+    result = invoke("check", "--dtype", "fp8,int8")
+    assert result.exit_code == 2 and "'int8'" in result.output
+    result = invoke("check", "gemm,quantize")
+    assert result.exit_code == 2 and "choose from" in result.output

