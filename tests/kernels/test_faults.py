@@ -21,7 +21,7 @@ CHOSEN = (
     r"gemm (bf16|mxfp8|fp32) TN 16x64x|gemm fp8 NN 16x64x|gemm (bf16|mxfp4) NT (32|64)x.*|gemm blocks TN 16x64x"
     r"|gemm split-K: bias relu|gemm epilogue: out mxfp8"
     r"|grouped (fp8 forward|mxfp8 dgrad|bf16 wgrad) (16|32)x128x\d+$"
-    r"|quantize 77x146 float16, (fp8_row|fp8_1x128|mxfp8_e4m3|mxfp4), both"
+    r"|quantize 78x146 float16, (fp8_row|fp8_1x128|mxfp8_e4m3|mxfp4), both"
     r"|quantize 48x304 .* mxfp4, both, corners"
 )
 

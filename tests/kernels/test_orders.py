@@ -19,11 +19,11 @@ pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simul
 
 QUICK = (
     r"gfx950 gemm (bf16|fp8) TN 16x64x|gfx942 gemm (bf16|mxfp8|blocks) TN (16|32)x"
-    r"|gfx950 (grouped bf16 forward 16x128x64$|quantize 77x146 float16, mxfp8_e4m3)"
+    r"|gfx950 (grouped bf16 forward 16x128x64$|quantize 78x146 float16, mxfp8_e4m3)"
 )
 SLOW = (
     r"gfx9.* gemm \w+( preshuffled)? (TN|NT) (16|32)x|.* gemm (split-K|epilogue): |gfx1250 gemm .* (32x256|32 rows)$"
-    r"|.* grouped .* 16x128x\d+( split_k 2)?$|.* quantize 77x146 float16, "
+    r"|.* grouped .* 16x128x\d+( split_k 2)?$|.* quantize 78x146 float16, "
 )
 
 

@@ -83,7 +83,8 @@ ORDER = ("barrier dropped", "vmcnt one higher", "vmcnt dropped", "lgkmcnt droppe
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_fault_is_caught(arch, layout):
-    harness = sim.Harness()
+    # Of three K steps some loads bring tiles past K; more steps are in tests/kernels/test_faults.py.
+    harness = sim.Harness(choose=lambda fault: not fault.name.startswith("load off"))
     ratio, findings = run(arch, layout, harness=harness)
     assert ratio <= 1 and not findings
     kinds = Counter(o.fault.rpartition(" #")[0] for o in harness.outcomes)

@@ -25,6 +25,9 @@ _BARRIERS = ("BARRIER", "BARRIER_WAIT")
 # Copies to LDS, and which argument is the LDS address.
 _COPY_ADDRESS = {"BUFFER_LOAD_LDS": 8, "GLOBAL_LOAD_LDS": 4, "ASYNC_LOAD": 4}
 
+# Loads from global memory to registers with a byte offset of their own (the first argument), and which argument is the size.
+_LOAD_BYTES = {"GLOBAL_LOAD": 3, "BUFFER_LOAD": 7}
+
 
 def places(builder: Builder, ops: tuple[str, ...]) -> list[Place]:
     """Every instruction of the kinds `ops`, in program order."""
@@ -67,6 +70,12 @@ def _move_copy(by: int) -> Edit:
         _splice(block, _index(block, i), 1, [add, Instruction(i.op, i.line, args)])
 
     return edit
+
+
+def _next_element(builder: Builder, block: Block, i: Instruction) -> None:
+    """A load to registers that reads what follows, as many bytes on as it reads."""
+    size = i.args[_LOAD_BYTES[i.op]] & 0xFF
+    _change(0, lambda n: n + size)(builder, block, i)
 
 
 def _swap_scales(builder: Builder, block: Block, i: Instruction) -> None:
@@ -115,6 +124,7 @@ KINDS: dict[str, tuple[Callable[[Builder], list[Place]], Edit]] = {
     "LDS store dropped": (_of("LDS_STORE"), _remove),
     "copy dropped": (_of(*_COPIES), _remove),
     "copy 16 bytes off": (_of(*_COPY_ADDRESS), _move_copy(16)),
+    "load off by its size": (_of(*_LOAD_BYTES), _next_element),
     "scales swapped": (_scaled_differently, _swap_scales),
     "scale one byte off": (_scaled, _turn_scale),
 }
@@ -185,6 +195,11 @@ def shift_copy(index: int, by: int = 16) -> Mutation:
     return _nth(_of(*_COPY_ADDRESS), "copies", index, _move_copy(by))
 
 
+def shift_load(index: int) -> Mutation:
+    """Let one load from global memory to registers read what follows: operands, scales, bias, group sizes."""
+    return _nth(_of(*_LOAD_BYTES), "loads to registers", index, _next_element)
+
+
 def swap_scales(index: int) -> Mutation:
     """Exchange the scales of A and B of one scaled matrix instruction (one whose scales are different registers)."""
     return _nth(_scaled_differently, "scaled matrix instructions", index, _swap_scales)
@@ -210,7 +225,7 @@ class Fault:
 
 
 def faults(builder: Builder) -> list[Fault]:
-    """Every barrier, wait, LDS read, LDS store, copy and scaled matrix instruction of a kernel, each with its faults, in program order."""
+    """Every barrier, wait, LDS read, LDS store, copy, load and scaled matrix instruction of a kernel, each with its faults, in program order."""
 
     def planted(edit: Edit, place: Place) -> Mutation:
         return lambda builder: edit(builder, *place)
