@@ -45,6 +45,8 @@ class GlobalTile:
     """
 
     def __init__(self, tensor, tile, row0, K, thread):
+        if tile.packed:  # a byte holds two codes
+            row0, K = (row0, K >> 1) if tile.k_contiguous else (row0 >> 1, K)
         self.tensor, self.tile = tensor, tile
         self.rows = fx.Int32(fx.get_scalar(tensor.shape[0]))
         self.columns = fx.Int32(fx.get_scalar(tensor.shape[1]))
@@ -77,6 +79,10 @@ class GlobalTile:
             at = [i * tile.lines_per_load for i in range(tile.loads)]
             self.load_rows = [tile.spread(line) for line in at] if tile.k_contiguous else at
             self.offsets = self.offsets[:1]
+        elif tile.packed and not tile.k_contiguous:
+            # source_row moves bits, those of the load's number among them.
+            self.load_rows = [tile.source_row(i * tile.lines_per_load) for i in range(tile.loads)]
+            self.offsets = self.offsets[:1]
         if not tile.k_contiguous:
             # A chunk past the end of a row would read the next row; such columns are never stored, but what they
             # read must not be outside the operand.
@@ -87,6 +93,8 @@ class GlobalTile:
         """(Buffer, offsets) for the K step that starts at k0 (Int32, uniform); everything is zero from K on."""
         tile = self.tile
         size = tile.elem_bytes
+        if tile.packed and tile.k_contiguous:
+            k0 = k0 >> 1
         if tile.k_contiguous:
             first, start = self.row0, k0
             reach = tile.extent + tile.split
@@ -262,6 +270,9 @@ class Fragments:
     """Reads one wave's fragments of an operand from a stage in LDS.
 
     Only the swizzle makes addresses differ in more than a constant, so a few per-lane bases and immediate offsets do.
+
+    Packed codes with transposing reads: a fragment is half of a chunk, and so are two neighbours. That the lanes of half a wave
+    reach all banks, those of odd lane groups read the other fragment of two; sort() puts both right.
     """
 
     def __init__(self, tile, fmt, first_row, count, lane):
@@ -269,7 +280,7 @@ class Fragments:
         self.tile, self.fmt, self.count = tile, fmt, count
         self.elems = fmt.fragment_elems(tile.fragment_bytes)
         self.chunks = tile.fragment_bytes // CHUNK_BYTES
-        self.sorted = tile.k_contiguous or tile.transposing
+        self.sorted = tile.k_contiguous or (tile.transposing and not tile.packed)
         group, in_group = lane // MMA_M, lane % MMA_M
         if tile.k_contiguous:
             # Lane: row in_group, chunk `group` of every four. One base per four chunks.
@@ -279,16 +290,21 @@ class Fragments:
         if tile.transposing:
             # A transposing read takes `rows` rows of k and 16 columns from 16 lanes (memory.lds_read_transposed), a lane
             # receives `rows` k of one column. A lane group's k of a chunk are consecutive, as where K is contiguous.
-            rows = self.rows = 8 // tile.elem_bytes
+            rows = self.rows = 16 if tile.packed else 8 // tile.elem_bytes
             line = tile.source_row(group * 2 * rows + in_group // (MMA_M // rows))
-            columns = [first_row + i * MMA_M + in_group % (MMA_M // rows) * rows for i in range(count)]
+            if tile.packed:
+                assert count % 2 == 0, count
+                self.swapped = group & 1
+                columns = [((first_row >> 1) + (i & ~1) * 8) + ((i & 1) ^ self.swapped) * 8 for i in range(count)]
+            else:
+                columns = [first_row + i * MMA_M + in_group % (MMA_M // rows) * rows for i in range(count)]
         else:
             # Lane: columns tile.group * in_group + 0.. of each group of fragments; line of the group's first k.
             line = group
             width = tile.group
             columns = [first_row + (i * MMA_M + in_group) * width for i in range(count // width)]
         # One base per address that the swizzle, which reaches 16 chunks, makes different; the others by offset.
-        step = MMA_M * (1 if tile.transposing else tile.group)
+        step = MMA_M * (1 if tile.transposing else tile.group) // (2 if tile.packed else 1)
         self.period = min(len(columns), max(1, min(tile.extent, 16 * tile.chunk_elems) // step))
         self.step_bytes = step * tile.elem_bytes
         self.bases = [
@@ -299,7 +315,7 @@ class Fragments:
     @property
     def reads(self):
         """LDS reads per slice."""
-        if self.sorted:
+        if self.sorted or self.tile.packed:
             return self.count * self.chunks * (1 if self.tile.k_contiguous else 2)
         return self.values
 
@@ -328,13 +344,19 @@ class Fragments:
     @property
     def values(self):
         """Vectors that read() returns."""
-        return self.count if self.sorted else self.count // self.tile.group * self._lane_k
+        if self.sorted or self.tile.packed:
+            return self.count
+        return self.count // self.tile.group * self._lane_k
 
     def sort(self, values):
         """Fragments out of what read() returned. Done when they are multiplied, not when they are read: a set of rows
         and the set of fragments made of it then need registers one after the other."""
         if self.sorted:
             return values
+        if self.tile.packed:
+            swapped = self.swapped != 0
+            pairs = zip(values[::2], values[1::2], strict=True)
+            return [each for a, b in pairs for each in (swapped.select(b, a), swapped.select(a, b))]
         size, group = self._lane_k, self.tile.group
         fragments = []
         for i in range(0, len(values), size):
@@ -366,7 +388,10 @@ class Fragments:
         # k + rows lies 2 * rows lines further (tiles.source_row swaps these two bits), the next chunk a chunk's k.
         parts = [
             lds_read_transposed(
-                lds, at + (chunk * self.tile.slice_k // self.chunks + half) * self.tile.line_bytes, self.fmt.dtype
+                lds,
+                at + (chunk * self.tile.slice_k // self.chunks + half) * self.tile.line_bytes,
+                self.fmt.dtype,
+                4 if self.tile.packed else None,
             )
             for chunk in range(self.chunks)
             for half in (0, 2 * self.rows)

@@ -138,14 +138,17 @@ def lds_read(lds, byte_offset, count, dtype):
 
 
 @dsl_loc_tracing
-def lds_read_transposed(lds, byte_offset, dtype):
+def lds_read_transposed(lds, byte_offset, dtype, bits=None):
     """gfx950, 8 bytes per lane: the transpose of a block of n rows and 16 columns for each 16 lanes.
 
     16-bit dtype: ds_read_b64_tr_b16, n = 4: lane 4 * q + p points at row q, columns 4 * p + 0..3; lane r receives
     column r, rows 0..3. Int32 (8-bit elements): ds_read_b64_tr_b8, n = 8: lane 2 * q + p points at row q, columns
-    8 * p + 0..7; lane r receives column r, rows 0..7. AMD CDNA4 ISA guide, section 11.4.
+    8 * p + 0..7; lane r receives column r, rows 0..7. bits 4: ds_read_b64_tr_b4, n = 16: lane q points at row q; lane r
+    receives column r, rows 0..15. AMD CDNA4 ISA guide, section 11.4.
     """
     address = _lds_address(lds, byte_offset)
+    if bits == 4:
+        return fx.Vector(_rocdl.ds_read_tr4_b64_(vector_type(2, dtype), address))
     if dtype.width == 32:
         return fx.Vector(_rocdl.ds_read_tr8_b64_(vector_type(2, dtype), address))
     return fx.Vector(_rocdl.ds_read_tr16_b64_(vector_type(4, dtype), address))

@@ -18,6 +18,7 @@ k = l // 16) take one element of every lane each. Products and sums are float32,
           v_mfma_scale_f32_16x16x128_f8f6f4: the same, and the scale of row l % 16 and k = 32 * (l // 16) + 0..31 is byte
           0 (op_sel) of a register of lane l: not the k of the lane's own elements (AMD CDNA4 ISA guide; confirmed by
           Triton's kernels, tests/sim/test_matrix_triton.py)
+          packed e2m1: k = 32 * (l // 16) + 0..31, in any mix with the others
   gfx942  two v_mfma_f32_16x16x32: row l % 16, k = 16 * (l // 16) + 0..15; the first takes bytes 0..7 of every lane, the
           second 8..15, on both sides. fnuz codes
 """
@@ -46,6 +47,7 @@ class OperandFormat:
     elem_bytes: int = 2
     one: int = 0  # the code of 1 as the instruction's first operand
     f8f6f4: tuple = ()  # formats of the instruction's first and second operand, where the opcode does not name them
+    packed: tuple = (False, False)  # a, b: two codes of 4 bits in a byte
 
     def fragment_elems(self, fragment_bytes):
         """Elements of dtype that fragment_bytes hold."""
@@ -62,6 +64,18 @@ def _float8(a, b, arch):
     one = {"e4m3": 0x38, "e5m2": 0x3C}[b] + (0 if arch == "gfx950" else 8 if b == "e4m3" else 4)  # fnuz: one bias more
     return OperandFormat(f"{a} x {b}", fx.Int32, {arch: mma}, 1, one, f8f6f4)
 
+
+def _float4(a, b):
+    """a, b: "e4m3", "e5m2" or "e2m1", at least one of them the last."""
+    spelled = {"e4m3": "fp8_e4m3", "e5m2": "fp8_e5m2", "e2m1": "fp4_e2m1"}
+    one = {"e4m3": 0x38, "e5m2": 0x3C, "e2m1": 0x22}[b]
+    op = ("mfma_scale_f32_16x16x128_f8f6f4_", 1)
+    return OperandFormat(
+        f"{a} x {b}", fx.Int32, {"gfx950": op}, 1, one, (spelled[b], spelled[a]), (a == "e2m1", b == "e2m1")
+    )
+
+
+_TORCH_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "e2m1"}  # gfx950's codes
 
 # By the types of a and b, named as torch names them.
 FORMATS = {
@@ -82,6 +96,12 @@ FORMATS = {
         )
         for a in codes
         for b in codes
+    },
+    **{
+        (a, b): _float4(_TORCH_NAMES[a], _TORCH_NAMES[b])
+        for a in _TORCH_NAMES
+        for b in _TORCH_NAMES
+        if "uint8" in (a, b)
     },
 }
 
@@ -171,6 +191,8 @@ class WaveMma:
 
     def _ones(self, elems):
         if self.fmt.elem_bytes == 1:
+            packed_a, packed_b = self.fmt.packed
+            elems = elems * (2 if packed_a else 1) // (2 if packed_b else 1)
             return fx.Vector.filled(elems, self.fmt.one * 0x01010101, fx.Int32)
         return fx.Vector.filled(elems, 1.0, self.fmt.dtype)
 

@@ -65,6 +65,7 @@ class OperandTile:
     banks: int
     group: int = 1  # fragments woven together, see the module docstring
     fragment_bytes: int = CHUNK_BYTES  # per lane; a multiple of 16 where K is contiguous
+    packed: bool = False  # two codes of 4 bits in a byte: elements here, and tile_k or extent, are bytes
     split: int = 0  # > 0: half of a larger tile, which after so many elements of M or N skips as many; a power of two
     pairs: int = (
         0  # > 0: as many elements of M or N come in turn from the first and from the second half of the operand
@@ -77,8 +78,16 @@ class OperandTile:
 
     @property
     def slice_k(self):
-        """k of one fragment."""
-        return LANE_GROUPS * self.fragment_bytes // self.elem_bytes
+        """k of one fragment; where packed bytes run along K, the bytes of it."""
+        across = 2 if self.packed and not self.k_contiguous else 1  # elements of k in a byte of a fragment
+        return LANE_GROUPS * self.fragment_bytes // self.elem_bytes * across
+
+    @property
+    def unpacked(self):
+        """The tile with as many columns as it has codes, for what there is one of for each."""
+        if not self.packed:
+            return self
+        return replace(self, packed=False, **({} if self.k_contiguous else {"extent": 2 * self.extent}))
 
     @property
     def lines(self):
@@ -133,7 +142,7 @@ class OperandTile:
         k_contiguous: lines are in the order of the fragments, see fragment_row.
         K not contiguous, 64 banks: bits 2 and 3 of k are swapped. One transposing read of half a wave touches k = 0-3
         and 8-11 (or 4-7 and 12-15); the swap makes these eight lines consecutive. 8-bit operands: bits 3 and 4; the
-        read touches k = 0-7 and 16-23 (or 8-15 and 24-31), sixteen lines.
+        read touches k = 0-7 and 16-23 (or 8-15 and 24-31), sixteen lines. Packed ones: bits 4 and 5; k = 0-15 and 32-47.
         K not contiguous, without transposing reads: the four lines 8 apart in k (16 for 8-bit operands, 4 for 32-bit
         ones) that the lane groups read at once are consecutive.
         """
@@ -142,6 +151,8 @@ class OperandTile:
                 return line
             return (line & ~31) | ((line & 12) << 1) | ((line & 16) >> 2) | (line & 3)
         if self.transposing:
+            if self.packed:
+                return (line & ~48) | ((line & 16) << 1) | ((line & 32) >> 1)
             if self.elem_bytes == 1:
                 return (line & ~24) | ((line & 8) << 1) | ((line & 16) >> 1)
             return (line & ~12) | ((line & 4) << 1) | ((line & 8) >> 1)
@@ -154,7 +165,7 @@ class OperandTile:
         if self.k_contiguous:
             return MMA_M * self.group
         if self.transposing:
-            return 32 // self.elem_bytes
+            return 64 if self.packed else 32 // self.elem_bytes
         return 64 // self.elem_bytes
 
     def half(self, waves):
@@ -227,7 +238,8 @@ class OperandTile:
             together = min(LANE_GROUPS, max(1, at_once // span))
             return ((line & (together - 1)) >> max(0, log2(at_once) - log2(chunks))) * span
         if self.elem_bytes == 1:
-            # Half a wave reads one chunk of each of sixteen consecutive lines; 64 banks are 16 chunks.
+            # Half a wave reads one chunk of each of sixteen consecutive lines; 64 banks are 16 chunks. Packed: half a chunk,
+            # and the other half of another sixteen (loaders.Fragments).
             return (line & 15) >> max(0, 4 - log2(chunks))
         # Half a wave reads eight consecutive lines, two neighbouring chunks of each; 64 banks are 8 such pairs.
         pairs = chunks // 2
@@ -395,7 +407,7 @@ class Geometry:
         """(a, b)"""
         if self.scales == "128":
             return WideScaleTile(self.a, self.scale_slots, False), WideScaleTile(self.b, self.scale_slots, True)
-        return ScaleTile(self.a, self.scale_slots), ScaleTile(self.b, self.scale_slots)
+        return ScaleTile(self.a.unpacked, self.scale_slots), ScaleTile(self.b.unpacked, self.scale_slots)
 
     @property
     def scale_bytes(self):
@@ -432,7 +444,7 @@ class Geometry:
 
     @property
     def num_slices(self):
-        return self.tile_k // self.a.slice_k
+        return self.a.tile_k // self.a.slice_k
 
     @property
     def tiles_per_step(self):

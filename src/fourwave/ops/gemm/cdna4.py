@@ -1,7 +1,8 @@
 """Four-wave GEMM for CDNA4 (gfx950): out[M, N] = act(alpha * op(a) @ op(b) + bias) (+ out).
 
 a        TN, NN: [M, K]; NT: [K, M]          float32, bfloat16 or float16, inner stride 1, rows 16-byte aligned
-         or float8_e4m3fn and float8_e5m2, in any mix of a and b (the largest tile: cdna4_halves.py)
+         or float8_e4m3fn and float8_e5m2, in any mix of a and b (the largest tile: cdna4_halves.py), and with "1x32" also
+         packed e2m1: bytes of two codes along the stored row, element 0 in the low half
 b        TN: [N, K]; NN, NT: [K, N]          as a
 a_scale, b_scale   of 8-bit operands, "1x32": float8_e8m0fnu in the operand's memory order, rows 16-byte aligned and zero
                    past K, for the scaled matrix instruction. TN also "1x128" of a with "128x128" of b: float32, each
@@ -12,7 +13,7 @@ bias     [N], optional
 Four waves of 64 lanes compute one tile_m x tile_n tile; each wave holds its share of the accumulator in registers for
 all of K. Operand tiles go from global memory straight to LDS (buffer_load_dwordx4 ... lds) in the operand's own
 memory order; the swizzle is in which chunk a lane fetches (blocks/flydsl/tiles.py). Where K is not contiguous,
-fragments are read with transposing LDS reads (ds_read_b64_tr_b16, ds_read_b64_tr_b8), or sorted in registers (32 bits).
+fragments are read with transposing LDS reads (ds_read_b64_tr_b16, _b8, _b4), or sorted in registers (32 bits).
 
 Schedule, K step k, with num_stages LDS buffers per operand and num_slices = tile_k / slice_k (32; 128 for 8-bit operands):
   slices 0 .. last - 1: read the next slice's fragments of tile k; multiply this slice's
@@ -33,7 +34,7 @@ so that one load of all four waves brings those of 256 rows of a and b. The othe
 the wait counts hold. Scales are read from LDS one by one, with the fragments they belong to.
 
 Limits  tails in M, N and K are handled; 16-byte alignment and the row stride limit are checked in config.py and amd.py.
-Source  operand layout of V_MFMA_F32_16X16X32_BF16, V_MFMA_F32_16X16X128_F8F6F4, DS_READ_B64_TR_B16/B8 and LDS loads:
+Source  operand layout of V_MFMA_F32_16X16X32_BF16, V_MFMA_F32_16X16X128_F8F6F4, DS_READ_B64_TR_B16/B8/B4 and LDS loads:
         AMD CDNA4 ISA guide.
 """
 
@@ -57,7 +58,7 @@ def build(spec, fmt, epi):
     scaling = brings_scales(spec.problem, ARCH)
     b_ahead = spec.problem.b_preshuffled and shuffled_ahead(spec.config)
     geo = geometry(
-        spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, scaling, epi.activation == SWIGLU, b_ahead=b_ahead
+        spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, scaling, epi.activation == SWIGLU, fmt.packed, b_ahead
     )
     through_lds = not b_ahead  # b
     storage = lds_struct(

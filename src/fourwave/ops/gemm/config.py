@@ -22,6 +22,7 @@ from fourwave.blocks.flydsl.tiles import (
     OperandTile,
 )
 from fourwave.ops.gemm import tuned_cdna
+from fourwave.ops.gemm.problem import PACKED_E2M1
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.problem import GemmProblem
@@ -136,6 +137,20 @@ _CANDIDATES_SHUFFLED = {
 SHUFFLED_AHEAD = 512  # k that preshuffled b is loaded ahead
 SPLIT_STEP = 512  # parts of K of 8-bit operands in TN are whole multiples, whatever the tile, and b preshuffled or not: same bits
 MAX_LOADS = 63  # in flight that s_waitcnt can count
+# Of packed operands, and of one packed and one of 8 bits. Fragments of columns come in pairs (loaders.Fragments).
+_CANDIDATES_FLOAT4 = (
+    (256, 256, 128, 3, 2, 2),
+    (128, 256, 128, 4, 2, 2),
+    (128, 128, 256, 4, 2, 2),
+    (64, 64, 256, 4, 2, 2),
+    (32, 128, 256, 4, 1, 4),
+)
+_CANDIDATES_MIXED = (
+    (128, 256, 128, 3, 2, 2),
+    (128, 128, 128, 4, 2, 2),
+    (64, 64, 128, 4, 2, 2),
+    (32, 128, 256, 3, 1, 4),
+)
 # Per clock and compute unit: published peaks / CUs / clock. Of 16-bit operands; twice for 8-bit.
 MATRIX_FLOPS = {"gfx950": 4096, "gfx942": 2048}
 MATRIX_FLOPS_FLOAT32 = 256
@@ -185,6 +200,9 @@ def candidates_for(problem: GemmProblem, arch: str) -> list[GemmConfig]:
         return [GemmConfig(*sizes, mma=mma(1, arch)) for sizes in _CANDIDATES_SHUFFLED[arch]]
     if dequantizes(problem, arch):
         return [GemmConfig(*sizes, mma=mma(2, arch)) for sizes in _CANDIDATES_DEQUANTIZED]
+    if any(packed := packed_operands(problem)):
+        table = _CANDIDATES_FLOAT4 if all(packed) else _CANDIDATES_MIXED
+        return [GemmConfig(*sizes, mma=mma(1, arch)) for sizes in table]
     configs = candidates(arch, multiplied_bytes(problem, arch))
     # Scaling in software needs the accumulators in registers that vector instructions reach: 256, half of all.
     return [config for config in configs if not (wide_scaled(problem) and config.tile_m * config.tile_n > 128 * 256)]
@@ -200,9 +218,9 @@ def workspace_shape(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]
     return config.split_k * tiles, results * 1024
 
 
-def modelled_clocks(config: GemmConfig, elem_bytes: int, arch: str) -> tuple[float, float]:
+def modelled_clocks(config: GemmConfig, elem_bytes: float, arch: str) -> tuple[float, float]:
     """(multiplying, loading): clocks per element of K that one tile takes on one compute unit."""
-    rate = MATRIX_FLOPS_FLOAT32 if elem_bytes == 4 else MATRIX_FLOPS[arch] * 2 // elem_bytes
+    rate = MATRIX_FLOPS_FLOAT32 if elem_bytes == 4 else MATRIX_FLOPS[arch] * 2 / elem_bytes
     matrix = 2 * config.tile_m * config.tile_n / rate
     loading = (config.tile_m + config.tile_n) * elem_bytes / LOAD_BYTES_PER_CLOCK
     return matrix, loading
@@ -210,13 +228,14 @@ def modelled_clocks(config: GemmConfig, elem_bytes: int, arch: str) -> tuple[flo
 
 def modelled_time(problem: GemmProblem, config: GemmConfig, arch: str) -> float:
     """Clocks of the whole call: what the busiest compute unit does, or what memory takes; then the second launch."""
-    cus, elem_bytes = NUM_CUS[arch], multiplied_bytes(problem, arch)
+    cus, elem_bytes = NUM_CUS[arch], _modelled_bytes(problem, arch)
     tiles = _tiles(problem, config)
     matrix, loading = modelled_clocks(config, elem_bytes, arch)
     per_k = max(matrix, loading) + OVERLAP_LOSS * min(matrix, loading)
     k_each = -(-problem.K // config.split_k)
     busiest = -(-tiles * config.split_k // cus) * (per_k * k_each + WORKGROUP_CLOCKS)
-    operands = (problem.M + problem.N) * problem.K * problem.a_dtype.itemsize
+    sizes = zip((problem.M, problem.N), (problem.a_dtype, problem.b_dtype), packed_operands(problem), strict=True)
+    operands = sum(rows * problem.K * dtype.itemsize / (1 + packed) for rows, dtype, packed in sizes)
     time = max(busiest, operands / MEMORY_BYTES_PER_CLOCK[arch])
     if config.split_k > 1:
         partials = 2 * 4 * config.split_k * tiles * config.tile_m * config.tile_n  # written and read
@@ -311,9 +330,9 @@ def _split_candidates(problem, config, arch):
 def _reasons(problem, config, arch):
     """What is to be said of any configuration."""
     elem_bytes = multiplied_bytes(problem, arch)
-    matrix, loading = modelled_clocks(config, elem_bytes, arch)
+    matrix, loading = modelled_clocks(config, _modelled_bytes(problem, arch), arch)
     lds = lds_bytes(
-        config, problem.layout, elem_bytes, arch, brings_scales(problem, arch), b_preshuffled=problem.b_preshuffled
+        config, problem.layout, elem_bytes, arch, brings_scales(problem, arch), packed_operands(problem), problem.b_preshuffled
     )  # fmt: skip
     return (
         f"modelled, not measured: {matrix:g} clocks of multiplying and {loading:g} of loading per element of K",
@@ -350,6 +369,16 @@ def dequantizes(problem: GemmProblem, arch: str) -> bool:
     return block_scaled(problem) and arch == "gfx942"
 
 
+def packed_operands(problem: GemmProblem) -> tuple[bool, bool]:
+    """Whether a and b are packed e2m1, two codes in a byte."""
+    return problem.a_dtype == PACKED_E2M1, problem.b_dtype == PACKED_E2M1
+
+
+def _modelled_bytes(problem: GemmProblem, arch: str) -> float:
+    """As multiplied_bytes; 1/2 where both operands are packed. The matrix unit takes a mix at the rate of 8 bits."""
+    return 0.5 if all(packed_operands(problem)) else multiplied_bytes(problem, arch)
+
+
 def multiplied_bytes(problem: GemmProblem, arch: str) -> int:
     """Bytes of an operand's element in LDS, as it is multiplied."""
     return 2 if dequantizes(problem, arch) else problem.a_dtype.itemsize
@@ -377,7 +406,12 @@ def code_format(dtype: torch.dtype) -> str:
 
 
 def operand_tiles(
-    config: GemmConfig, layout: str, elem_bytes: int, arch: str, swiglu: bool = False
+    config: GemmConfig,
+    layout: str,
+    elem_bytes: int,
+    arch: str,
+    swiglu: bool = False,
+    packed: tuple[bool, bool] = (False, False),
 ) -> tuple[OperandTile, OperandTile]:
     """(a, b) tiles as they lie in LDS: in the operand's memory order.
 
@@ -399,6 +433,9 @@ def operand_tiles(
         swiglu_b = swiglu and is_b
         group = next((g for g in groups if fragments % (2 * g if swiglu_b else g) == 0), 1)
         pairs = 16 * group if swiglu_b else 0
+        if packed[is_b]:
+            size = (extent, config.tile_k // 2) if k_contiguous else (extent // 2, config.tile_k)
+            return OperandTile(*size, k_contiguous, 1, banks, group, 16, packed=True, pairs=pairs)
         return OperandTile(extent, config.tile_k, k_contiguous, elem_bytes, banks, group, fragment, pairs=pairs)
 
     return (
@@ -414,10 +451,12 @@ def geometry(
     arch: str,
     scales: bool | str = False,
     swiglu: bool = False,
+    packed: tuple[bool, bool] = (False, False),
     b_ahead: int = 0,
 ) -> Geometry:
-    """scales: of blocks of 32 k, brought beside the operands. swiglu: operand_tiles. b_ahead: shuffled_ahead, of preshuffled b."""
-    a, b = operand_tiles(config, layout, elem_bytes, arch, swiglu)
+    """scales: of blocks of 32 k, brought beside the operands. swiglu: operand_tiles. packed: which of a and b is packed e2m1.
+    b_ahead: shuffled_ahead, of preshuffled b."""
+    a, b = operand_tiles(config, layout, elem_bytes, arch, swiglu, packed)
     return Geometry(
         config.tile_m, config.tile_n, config.tile_k, config.num_stages, config.waves_m, config.waves_n, config.group_m,
         a, b, scales, b_ahead,
@@ -430,15 +469,22 @@ def lds_bytes(
     elem_bytes: int,
     arch: str,
     scales: bool | str = False,
+    packed: tuple[bool, bool] = (False, False),
     b_preshuffled: bool = False,
 ) -> int:
-    geo = geometry(config, layout, elem_bytes, arch, scales)
+    geo = geometry(config, layout, elem_bytes, arch, scales, packed=packed)
     idle = 0 if in_halves(config, elem_bytes, arch) else geo.idle_bytes
     stage_bytes = geo.a.stage_bytes + (0 if b_preshuffled else geo.b.stage_bytes)
     return config.num_stages * stage_bytes + geo.scale_bytes + idle
 
 
-def min_registers(config: GemmConfig, elem_bytes: int, arch: str, b_preshuffled: bool = False) -> int:
+def min_registers(
+    config: GemmConfig,
+    elem_bytes: int,
+    arch: str,
+    packed: tuple[bool, bool] = (False, False),
+    b_preshuffled: bool = False,
+) -> int:
     """Registers per lane that cannot be avoided: accumulators, fragments, gfx942's loads in flight.
 
     The next set of fragments is read while this one is multiplied, which finishes with those of b one by one
@@ -446,11 +492,11 @@ def min_registers(config: GemmConfig, elem_bytes: int, arch: str, b_preshuffled:
     """
     frags_m, frags_n = config.tile_m // config.waves_m // 16, config.tile_n // config.waves_n // 16
     accumulators = frags_m * frags_n * 4
-    size = fragment_bytes(elem_bytes, arch)
+    size_a, size_b = (4 if each else fragment_bytes(elem_bytes, arch) // 4 for each in packed)
     of_b = frags_n + 1
     if b_preshuffled:
-        of_b = frags_n * SHUFFLED_AHEAD * elem_bytes // (4 * size)
-    fragments = (2 * frags_m + of_b) * size // 4
+        of_b = frags_n * SHUFFLED_AHEAD * elem_bytes // (16 * size_b)
+    fragments = 2 * frags_m * size_a + of_b * size_b
     staged = 0
     if arch == "gfx942":
         rows = config.tile_m + (0 if b_preshuffled else config.tile_n)
@@ -515,6 +561,8 @@ def _why_operands_unsupported(problem, arch):
     a, b = problem.a_dtype, problem.b_dtype
     if problem.b_preshuffled and not all(each.itemsize == 1 and each.is_floating_point for each in (a, b)):
         return f"b is preshuffled with operands {a} and {b}: its order is that of fragments of two 8-bit floats"
+    if any(packed_operands(problem)):
+        return _why_packed_unsupported(problem, arch)
     if a.itemsize == b.itemsize == 1 and a.is_floating_point and b.is_floating_point:
         for name, dtype in (("a", a), ("b", b)):
             formats = FLOAT8["gfx950" if block_scaled(problem) else arch]
@@ -534,6 +582,27 @@ def _why_operands_unsupported(problem, arch):
         return f"a is {a} and b is {b}: the kernels take one type for both, or two 8-bit floats"
     if a not in (torch.float32, torch.bfloat16, torch.float16):
         return f"operands are {a}: the kernels take float32, bfloat16, float16 and 8-bit floats"
+    return None
+
+
+def _why_packed_unsupported(problem, arch):
+    if arch != "gfx950":
+        return f"packed e2m1 operands: {arch} has no matrix instruction for them, and no kernel that dequantizes them"
+    known = (PACKED_E2M1, *FLOAT8["gfx950"])
+    for name, dtype, scaling in (("a", problem.a_dtype, problem.a_scaling), ("b", problem.b_dtype, problem.b_scaling)):
+        if dtype not in known or scaling != "1x32":
+            return (
+                f"{name} is {dtype} with scales {scaling!r} beside packed e2m1: the kernels multiply MXFP4 with MXFP4 and "
+                "MXFP8, both with scales '1x32'"
+            )
+    lengths = {"TN": ("K", "K"), "NN": ("K", "N"), "NT": ("M", "N")}[problem.layout]
+    for name, packed, length in zip("ab", packed_operands(problem), lengths, strict=True):
+        if packed and getattr(problem, length) % 2:
+            return (
+                f"{length}={getattr(problem, length)}: rows of {name} are packed, two codes in a byte; {length} is even"
+            )
+    if problem.activation == "swiglu" and problem.layout != "TN" and problem.b_dtype == PACKED_E2M1:
+        return f"swiglu with packed e2m1 in layout {problem.layout}: the kernels bring both halves of b where K is contiguous"
     return None
 
 
@@ -560,7 +629,7 @@ def _why_config_unsupported(problem, config, arch):
         value = getattr(config, name)
         if not isinstance(value, int) or value < 1:
             return f"{name}={value!r}: an int of at least 1 is needed"
-    elem_bytes = multiplied_bytes(problem, arch)
+    elem_bytes, packed = multiplied_bytes(problem, arch), packed_operands(problem)
     if config.mma != mma(elem_bytes, arch):
         return f"mma {config.mma}: the {arch} kernel multiplies with {mma(elem_bytes, arch)}"
     if config.split_k > 1:
@@ -588,7 +657,20 @@ def _why_config_unsupported(problem, config, arch):
     for name, tile, waves in (("tile_m", config.tile_m, config.waves_m), ("tile_n", config.tile_n, config.waves_n)):
         if tile % (16 * waves):
             return f"{name}={tile}: {waves} wave(s) need a multiple of {16 * waves}"
-    slice_k = 4 * fragment_bytes(elem_bytes, arch) // elem_bytes
+    slice_k = 128 if any(packed) else 4 * fragment_bytes(elem_bytes, arch) // elem_bytes
+    if any(packed):
+        if config.num_stages == 2:
+            return "num_stages=2: the kernel that brings tiles in halves does not take packed e2m1"
+        if packed[0] and problem.layout == "NT" and config.tile_m * config.tile_n == 256 * 256:
+            return (
+                "tile 256x256 in layout NT: packed codes are put in order in registers, of which the compiler runs out"
+            )
+        for name, each, contiguous, tile, waves in (
+            ("tile_m", packed[0], problem.layout != "NT", config.tile_m, config.waves_m),
+            ("tile_n", packed[1], problem.layout == "TN", config.tile_n, config.waves_n),
+        ):
+            if each and not contiguous and tile % (32 * waves):
+                return f"{name}={tile}: packed codes are read 32 columns at a time, {waves} wave(s) need a multiple of {32 * waves}"
     if config.tile_k % slice_k:
         return f"tile_k={config.tile_k}: a multiple of {slice_k} is needed"
     swiglu = problem.activation == "swiglu"
@@ -598,12 +680,12 @@ def _why_config_unsupported(problem, config, arch):
         return "swiglu with scales of blocks of 32 and num_stages=2: the compiler runs out of registers"
     if problem.b_preshuffled and (reason := _why_not_shuffled(problem, config, arch)) is not None:
         return reason
-    a, b = operand_tiles(config, problem.layout, elem_bytes, arch, swiglu)
+    a, b = operand_tiles(config, problem.layout, elem_bytes, arch, swiglu, packed)
     for tile in (a, b, *((CodeTile.of(a), CodeTile.of(b)) if dequantizes(problem, arch) else ())):
         if (reason := tile.problem()) is not None:
             return reason
     lds = lds_bytes(
-        config, problem.layout, elem_bytes, arch, brings_scales(problem, arch), b_preshuffled=problem.b_preshuffled
+        config, problem.layout, elem_bytes, arch, brings_scales(problem, arch), packed, problem.b_preshuffled
     )  # fmt: skip
     if lds > LDS_BYTES[arch]:
         return f"{lds} bytes of LDS: {arch} has {LDS_BYTES[arch]} per workgroup"
@@ -635,7 +717,7 @@ def _why_config_unsupported(problem, config, arch):
     if wide_scaled(problem):
         if config.tile_m * config.tile_n > 128 * 256 or config.tile_n // config.waves_n > 128:
             return f"tile {config.tile_m}x{config.tile_n}: products of 128 k are scaled in registers, at most 128x256 of them"
-    registers = min_registers(config, elem_bytes, arch, b_preshuffled=problem.b_preshuffled)
+    registers = min_registers(config, elem_bytes, arch, packed, problem.b_preshuffled)
     if problem.bias_grad_dtype is not None:
         if arch == "gfx950" and config.tile_m * config.tile_n == 256 * 256:
             return "tile 256x256: with the sums for bias_grad the compiler runs out of registers on gfx950"
@@ -646,11 +728,11 @@ def _why_config_unsupported(problem, config, arch):
         return f"at least {registers} registers per lane and {RESERVED} for addresses: there are {REGISTERS}"
     if -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n) >= 2**31:
         return f"more than 2**31 tiles of {config.tile_m}x{config.tile_n}: take larger ones"
-    for what, rows, inner in (
-        ("a", config.tile_m if problem.layout != "NT" else config.tile_k, problem.M if problem.layout == "NT" else problem.K),
-        ("b", config.tile_n + swiglu * problem.N // 2 if problem.layout == "TN" else config.tile_k, problem.K if problem.layout == "TN" else problem.N),
+    for each, what, rows, inner in (
+        (packed[0], "a", config.tile_m if problem.layout != "NT" else config.tile_k, problem.M if problem.layout == "NT" else problem.K),
+        (packed[1], "b", config.tile_n + swiglu * problem.N // 2 if problem.layout == "TN" else config.tile_k, problem.K if problem.layout == "TN" else problem.N),
     ):  # fmt: skip
-        if rows * inner * problem.a_dtype.itemsize >= MAX_TILE_BYTES:
+        if rows * inner * problem.a_dtype.itemsize >= MAX_TILE_BYTES * (1 + each):
             return f"{what}: {rows} rows of {inner} elements span {MAX_TILE_BYTES} bytes or more, the limit of a tile"
     for what, columns, dtype in (
         ("out", problem.out_columns, problem.out_dtype),
