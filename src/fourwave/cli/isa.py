@@ -89,20 +89,25 @@ def show_isa(problems: Mapping[str, Sequence[Problem]], json: Path | None, *, ch
 
 
 def show_waits(console: Console, problem: Problem, kernel: CompiledKernel) -> list[WaitFinding]:
-    """Print how the kernel's own waits on vmcnt stand to the machine code's order."""
+    """Print how the kernel's own waits for copies stand to the machine code's order."""
     from fourwave.perf import waits
 
-    source = waits.read_module(kernel.module, kernel.arch)
-    found = waits.compare(source, waits.read_assembly(kernel.text))
-    places = [step.place for node in source for step in node.steps if step.kind == "wait"]
-    listed = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(places)) or "none of its own"
-    console.print(
-        escape(f"waits on vmcnt, {kernel.arch} {problem.layout}: {len(places)} ({listed}); {len(found)} findings"),
-        soft_wrap=True,
-    )
-    for finding in found:
-        console.print(escape(str(finding)), soft_wrap=True)
-    return found
+    all_found = []
+    for counter in waits.counters(kernel.arch):
+        source = waits.read_module(kernel.module, kernel.arch, counter)
+        found = waits.compare(source, waits.read_assembly(kernel.text, counter), counter)
+        places = [step.place for node in source for step in node.steps if step.kind == "wait"]
+        listed = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(places)) or "none of its own"
+        console.print(
+            escape(
+                f"waits on {counter}, {kernel.arch} {problem.layout}: {len(places)} ({listed}); {len(found)} findings"
+            ),
+            soft_wrap=True,
+        )
+        for finding in found:
+            console.print(escape(str(finding)), soft_wrap=True)
+        all_found += found
+    return all_found
 
 
 def show_kernels(console: Console, arch: str, compiled: Sequence[Compiled], extra: Extra) -> None:
