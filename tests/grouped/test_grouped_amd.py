@@ -13,7 +13,7 @@ import fourwave as fw
 from fourwave import sim
 from fourwave.ops.gemm.config import ARCHS, FLOAT8
 from fourwave.ops.grouped_gemm import amd
-from fourwave.ops.grouped_gemm.config import candidates, default_config, grid_tiles, why_unsupported
+from fourwave.ops.grouped_gemm.config import candidates, default_config, grid_tiles, tiles_per_step, why_unsupported
 from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
 from fourwave.ops.grouped_gemm.reference import grouped_reference
 from fourwave.testing import grouped_cases
@@ -25,7 +25,10 @@ pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simul
 ODD = (5, 130, 0, 1)
 PLAN = [
     pytest.param(
-        arch, case, id=f"{arch} {case}", marks=[pytest.mark.slow] if case.rows > 300 or len(case.sizes) > 99 else []
+        arch,
+        case,
+        id=f"{arch} {case}",
+        marks=[pytest.mark.slow] if case.rows > 300 or len(case.sizes) > (99 if arch == "gfx950" else 9) else [],
     )
     for arch in ARCHS
     for _, case in grouped_cases.plan(arch)
@@ -144,8 +147,17 @@ def test_nan_in_a_neighbouring_group_stays_there(arch: str, kind: str) -> None:
     assert torch.equal(out[:7], clean[:7]) and torch.equal(out[16:], clean[16:]) and out[7:16].isnan().all()
 
 
-@pytest.mark.parametrize("kind", ["forward", "preshuffled", "dgrad", "mx", "plain"])
-@pytest.mark.parametrize("arch", ARCHS)
+SPLIT_QUICK = (("gfx950", "forward"), ("gfx950", "preshuffled"), ("gfx942", "dgrad"), ("gfx942", "mx"))
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind"),
+    [
+        pytest.param(arch, kind, marks=[] if (arch, kind) in SPLIT_QUICK else [pytest.mark.slow])
+        for arch in ARCHS
+        for kind in ("forward", "preshuffled", "dgrad", "mx", "plain")
+    ],
+)
 def test_k_split_among_workgroups(arch: str, kind: str) -> None:
     """Parts of whole steps, the last ones shorter or empty; rows in no group; every part counts (blocks differ)."""
     case = blocks(arch, kind="dgrad" if kind == "dgrad" else "forward", extra=3, scale_layout="rows")
@@ -323,7 +335,7 @@ def test_refusals(arch: str) -> None:
         assert why_unsupported(problem, replace(config, **{field: value}), arch) is not None, field
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ["gfx950", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_groups_begin_at_different_k(arch: str) -> None:
     """Nine groups and a K of many steps: whatever the order, every block counts once; tails in the last step."""
     for more in ({"K": 4096 + 200}, {"K": 4096 + 192, "preshuffled": True}, {"K": 2048, "scaling": None}):
@@ -331,6 +343,46 @@ def test_groups_begin_at_different_k(arch: str) -> None:
         config = replace(candidates(case.problem(), arch)[-1], split_k=1)
         result = replace(case, config=config, out_dtype=torch.float32).run(f"sim:{arch}")
         assert result.passed, result
+
+
+@pytest.mark.parametrize("preshuffled", [False, True])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_groups_sum_k_from_different_eighths_on(arch: str, preshuffled: bool) -> None:
+    """K is a power of two: groups that read the same columns at once would meet at a few memory channels.
+
+    Blocks of 128 k add 1 each, but for the first, which adds 2**24: the ones that come after it are lost in float32.
+    """
+    groups, K, tile_n = 9, 4096, 128
+    case = blocks(arch, sizes=(1,) * groups, K=K, N=tile_n, scale_layout="rows", preshuffled=preshuffled)
+    problem = replace(case.problem(), out_dtype=torch.float32)
+    config = replace(candidates(problem, arch)[-1], split_k=1)
+    step = tiles_per_step(problem, config, arch)
+    block = torch.ones(K // 128)
+    block[0] = 2.0**24
+    expected = []
+    for group in range(groups):
+        first = group % 8 * (K // 128 // step) // 8 * step
+        total = torch.tensor(0.0)
+        for value in block.roll(-first):
+            total = total + value
+        expected.append(float(total))
+    assert len(set(expected)) == 8
+    a = torch.zeros(groups, K).to(case.codes)
+    a[:, ::128] = torch.ones(groups, K // 128).to(case.codes)
+    b = torch.ones(groups, tile_n, K).to(case.codes)  # the same in preshuffled order
+    out = torch.full((groups, tile_n), float("nan"))
+    tensors = GroupedTensors(
+        a,
+        b,
+        torch.tensor(case.sizes),
+        out,
+        None,
+        block.expand(groups, -1).contiguous(),
+        torch.ones(groups, 1, K // 128),
+    )
+    with sim.session(arch=arch, on_finding="raise"):
+        amd.run(problem, config, arch, tensors)
+    assert torch.equal(out, torch.tensor(expected)[:, None].expand(-1, tile_n))
 
 
 @pytest.mark.parametrize(

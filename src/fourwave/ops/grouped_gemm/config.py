@@ -71,13 +71,15 @@ class GroupedConfig:
 
 
 # tile_m, tile_n, tile_k (of 8-bit operands; half as many of 16 bits), num_stages, waves_m, waves_n.
+# gfx950, up to 64 rows: three stages, so that two workgroups fit a compute unit (at most 256 registers and half the LDS each). They
+# have two K tiles each in flight, four together, where one workgroup with four stages has three and idles at its barriers.
 _CANDIDATES = {
     "gfx950": (
         (256, 128, 128, 3, 2, 2),
         (128, 128, 128, 4, 2, 2),
-        (64, 128, 128, 4, 1, 4),
-        (32, 128, 128, 4, 1, 4),
-        (16, 128, 128, 4, 1, 4),
+        (64, 128, 128, 3, 1, 4),
+        (32, 128, 128, 3, 1, 4),
+        (16, 128, 128, 3, 1, 4),
     ),
     "gfx942": (
         (128, 64, 128, 2, 2, 2),
