@@ -23,6 +23,9 @@ OPERANDS: dict[str, dict[str, Any]] = {
     "mxfp8": {"a_format": "mxfp8_e4m3", "b_format": "mxfp8_e5m2"},
     "blocks": {"a_format": "fp8_1x128", "b_format": "fp8_128x128"},
     "mxfp4": {"a_format": "mxfp4", "b_format": "mxfp4"},
+    "mxfp8 x mxfp4": {"a_format": "mxfp8_e4m3", "b_format": "mxfp4"},
+    "mxfp4 x mxfp8": {"a_format": "mxfp4", "b_format": "mxfp8_e5m2"},
+    "mxfp8 mxfp4": {"a_format": "mxfp8_e4m3", "b_format": "mxfp4"},
     "fp8 preshuffled": {"a_format": "fp8_row", "b_format": "fp8_row", "preshuffled": True},
     "mxfp8 preshuffled": {"a_format": "mxfp8_e4m3", "b_format": "mxfp8_e5m2", "preshuffled": True},
     "blocks preshuffled": {"a_format": "fp8_1x128", "b_format": "fp8_128x128", "preshuffled": True},
@@ -43,12 +46,13 @@ def kernels(arch: str) -> Iterator[tuple[str, str, GemmConfig]]:
             problem = case_of(arch, precision, layout, Shape("any", 256, 256, 1024)).problem
             if why_unsupported(problem, None, arch) is None:
                 for config in candidates_for(problem, arch):
-                    yield precision, layout, config
+                    if why_unsupported(problem, config, arch) is None:
+                        yield precision, layout, config
 
 
 def pipeline(config: GemmConfig, precision: str) -> Shape:
     """Two tiles in M, one in N, more K steps than there are stages; tails in all three where the tile is small."""
-    cut = 0 if config.tile_m >= 128 else 5
+    cut = 0 if config.tile_m >= 128 else 6 if "mxfp4" in precision else 5  # packed rows have an even length
     rows = config.tile_m if config.tile_m >= 128 else 2 * config.tile_m
     if "preshuffled" in OPERANDS[precision]:
         # Two and a half rounds of b's registers.
