@@ -20,6 +20,7 @@ from fourwave.ops.gemm.problem import LAYOUTS
 from fourwave.quantize.tensor import QuantizedTensor
 from fourwave.testing.cases import CaseResult, GemmCase
 from fourwave.testing.exact_scales import ExactScales
+from fourwave.testing.quantize_cases import QuantizeCase
 from fourwave.testing.shapes import GEMM_SHAPES, Shape
 
 SIM_MISSING = registry.get("sim:gfx950").unavailable()
@@ -354,6 +355,10 @@ def test_check_mxfp4_passes(tmp_path):
 def test_check_of_mxfp4_covers_depths_outputs_tails_and_exact_sums(full):
     cases = [row.case for row in check_plan.rows("mxfp4", "gfx1250", LAYOUTS, (), full, seed=0)]
     assert len(set(cases)) == len(cases)
+    quantized = [case for case in cases if isinstance(case, QuantizeCase)]
+    assert any(case.rounding_seed and case.hadamard == "both" for case in quantized)
+    assert {case.dtype for case in quantized} == {torch.bfloat16, torch.float16, torch.float32}
+    cases = [case for case in cases if isinstance(case, GemmCase)]
     for layout in LAYOUTS:
         here = [case for case in cases if case.layout == layout]
         packed = [case for case in here if (case.a_format, case.b_format) == ("mxfp4", "mxfp4")]
