@@ -185,6 +185,10 @@ def test_explain_grouped_shows_what_the_compiler_made(tmp_path):
         (["gemm", "1", "2", "3", "--backend", "nonsense"], "nonsense"),
         (["gemm", "1", "2", "3", "--arch", "gfx950"], "--arch goes with --isa"),
         (["gemm", "--isa", "--arch", "gfx90a"], "choose from gfx950, gfx942"),
+        (["gemm", "--isa", "--arch", "gfx1250"], "choose from gfx950, gfx942"),
+        (["gemm", "--dtype", "mxfp4", "--schedule"], "goes with --arch gfx1250"),
+        (["gemm", "--schedule", "--arch", "gfx1250"], "takes MXFP4"),
+        (["gemm", "1", "2", "3", "--svg", "x.svg"], "--svg goes with --schedule"),
     ],
 )
 def test_explain_refuses_what_it_cannot_answer(arguments, said):

@@ -160,6 +160,13 @@ def explain(
             help="With --isa: gfx950, gfx942 or (MX formats) gfx1250; repeatable. Default: all that apply.",
         ),
     ] = None,
+    schedule: Annotated[
+        bool,
+        typer.Option(
+            "--schedule", help="With --arch gfx1250: simulate a workgroup, print what its waves do in each step."
+        ),
+    ] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="With --schedule: draw it.")] = None,
     json: JsonFile = None,
 ) -> None:
     """Say which backend, kernel and config a GEMM gets and why, or (--isa) what its compiled kernel looks like.
@@ -167,12 +174,12 @@ def explain(
     Examples: `fourwave explain gemm 4096 4096 4096 --layout NT`, `fourwave explain gemm --isa --arch gfx950`,
     `fourwave explain grouped --isa --dtype fp8`. Of grouped GEMM, TN is the forward product, NN dgrad and NT wgrad (K: all rows).
 
-    Nothing is run. With --isa and no M N K, the kernels are those of a size that fills the chip. Exit status 1 if --isa
+    Nothing is run (but --schedule simulates). With --isa and no M N K, the kernels are those of a size that fills the chip. Exit status 1 if --isa
     shows a spill or --waits a finding, 2 if the call would raise.
     """
     from fourwave.cli.explain import run_explain
 
-    run_explain(op, M, N, K, layout, dtype, out_dtype, backend, isa, arch or [], json, waits, groups)
+    run_explain(op, M, N, K, layout, dtype, out_dtype, backend, isa, arch or [], json, waits, groups, schedule, svg)
 
 
 @bench_app.command("sim")

@@ -1,4 +1,4 @@
-"""The rows of `fourwave check mxfp4`: GEMM of packed e2m1 with scales of 1x32."""
+"""The rows of `fourwave check mxfp4`: GEMM of packed e2m1 with scales of 1x32, and of such weights with other activations."""
 
 from __future__ import annotations
 
@@ -39,18 +39,23 @@ def packable(case: GemmCase) -> bool:
     return not any(name == MXFP4 and length % 2 for name, length in zip(formats, lengths, strict=True))
 
 
-def rows(layouts: Sequence[str], full: bool, seed: int) -> Iterator[tuple[str, GemmCase]]:
-    """(what the row is for, case), the same on every architecture.
+def rows(arch: str, layouts: Sequence[str], full: bool, seed: int) -> Iterator[tuple[str, GemmCase]]:
+    """(what the row is for, case), the same on either architecture, but that gfx950 has no bfloat16 activations.
 
     depths    256 x 256 for each K of DEPTHS, each output dtype
     shapes    several tiles; tails in M, N and K; M = 1, for the layouts that can store them
     epilogue  bias, activations, alpha; adding to the output; and the further outputs
     exact     a scale of its own for each row and block: equal to the truth, bit for bit
     decode    few rows of activations
+    mixed     activations in MXFP8 and, where the weights are b, bfloat16
     """
     for layout in layouts:
         base = GemmCase(TAILS[0], layout, a_format=MXFP4, b_format=MXFP4, out_dtype=FP32, seed=seed)
         yield from _packed(base, layout, full)
+        for name in ("mxfp8_e4m3", "mxfp8_e5m2"):
+            yield from _mixed(replace(base, a_format=name))
+        if arch == "gfx1250" and layout != "NT":
+            yield from _mixed(replace(base, a_format=None, dtype=BF16))
 
 
 def _packed(base: GemmCase, layout: str, full: bool) -> Iterator[tuple[str, GemmCase]]:
@@ -77,17 +82,29 @@ def exact(base: GemmCase, shape: Shape) -> ExactScales:
     return ExactScales(shape, base.layout, out_dtype=FP32, **fields)  # type: ignore[arg-type]
 
 
+def _mixed(base: GemmCase) -> Iterator[tuple[str, GemmCase]]:
+    yield "mixed", replace(base, shape=Shape("one tile", 256, 256, 1152))
+    tails = Shape("tails", 142, 274, 202)
+    yield "mixed", replace(base, shape=tails, out_dtype=BF16, bias_dtype=BF16, activation="silu")
+    yield "mixed", replace(base, shape=Shape("16 rows", 16, 192, 640), out_dtype=BF16)
+    yield "mixed", exact(base, Shape("one tile", 256, 256, 1152))
+
+
 def epilogues(base: GemmCase, every: bool) -> Iterator[GemmCase]:
     """every: also what does not depend on the layout."""
     fields: list[dict[str, Any]] = [
         {"bias_dtype": BF16, "activation": "gelu", "alpha": 0.75, "out_dtype": BF16},
         {"accumulate": True},
     ]
+    if base.layout == "NT":
+        fields += [{"accumulate": True, "bias_grad": FP32}, {"out_dtype": BF16, "bias_grad": BF16}]
     if every:
         fields += [
             {"bias_dtype": FP32, "activation": "relu", "out_dtype": FP16, "out_view": "sliced"},
             {"bias_dtype": FP16, "activation": "silu", "accumulate": True, "out_dtype": BF16},
             {"activation": "gelu_tanh", "accumulate": True, "out_dtype": FP16, "alpha": -0.5},
+            {"bias_dtype": BF16, "activation": "gelu", "preactivation": BF16, "out_view": "sliced"},
+            {"accumulate": True, "preactivation": FP32, "out_dtype": BF16},
         ]
     for each in fields:
         yield replace(base, **each)

@@ -80,7 +80,7 @@ def rows(
     if subject == "gemm":
         yield from gemm_rows(arch, layouts, precisions, full, seed)
     elif subject == "mxfp4":
-        for group, case in check_mxfp4.rows(layouts, full, seed):
+        for group, case in check_mxfp4.rows(arch, layouts, full, seed):
             yield Planned(group, case)
         for quantized in QUANTIZE_CASES:
             if FORMATS[quantized.format].element == "e2m1":

@@ -15,6 +15,7 @@ from fourwave.ops.gemm.explain import explain_problem
 from fourwave.ops.gemm.problem import PRECISIONS, GemmProblem
 
 ISA_SHAPE = (4096, 4096, 4096)  # fills the chip: the largest tile
+SCHEDULE_SHAPE = (256, 256, 2560)  # 20 steps: each page of scales is filled twice, or nearly
 
 
 def run_explain(
@@ -31,6 +32,8 @@ def run_explain(
     json: Path | None,
     waits: bool = False,
     groups: int | None = None,
+    schedule: bool = False,
+    svg: Path | None = None,
 ) -> None:
     (op,) = names.choose("operation", [op], ("gemm", "grouped"))
     sizes = None if M is None or N is None or K is None else (M, N, K)
@@ -38,14 +41,16 @@ def run_explain(
         out.fail("give M, N and K, none of them negative")
     if waits and not isa:
         out.fail("--waits goes with --isa")
-    if archs and not isa:
+    if svg and not schedule:
+        out.fail("--svg goes with --schedule")
+    if archs and not isa and not schedule:
         out.fail("--arch goes with --isa; name a simulated architecture as --backend sim:gfx942")
     if op == "grouped":
         run_explain_grouped(sizes, groups or 32, layout, dtype, out_dtype, backend, isa, archs, json, waits)
         return
     if groups is not None:
         out.fail("--groups goes with grouped")
-    m, n, k = sizes or ISA_SHAPE
+    m, n, k = sizes or (SCHEDULE_SHAPE if schedule else ISA_SHAPE)
 
     def problem_of(layout: str, arch: str | None, device: str = "cpu") -> GemmProblem:
         a, b, a_scaling, b_scaling = names.operands(dtype, arch)
@@ -55,6 +60,11 @@ def run_explain(
             m, n, k, layout, a, b, result, device_type=device, a_scaling=a_scaling, b_scaling=b_scaling
         )  # fmt: skip
 
+    if schedule:
+        if archs != ["gfx1250"] or isa:
+            out.fail("--schedule goes with --arch gfx1250, whose kernel's it is, and not with --isa")
+        show_schedule(problem_of(names.layouts([layout or "TN"])[0], "gfx1250"), svg)
+        return
     if isa:
         from fourwave.cli.isa import show_isa
 
@@ -91,6 +101,22 @@ def run_explain(
         )
     if explanation.error is not None:
         raise typer.Exit(2)
+
+
+def show_schedule(problem: GemmProblem, svg: Path | None) -> None:
+    """Simulate one workgroup and print what its waves did, step by step."""
+    from fourwave.backends import registry
+    from fourwave.ops.gemm.config import why_unsupported
+    from fourwave.perf import schedule
+
+    if reason := registry.get("sim:gfx1250").unavailable() or why_unsupported(problem, None, "gfx1250"):
+        out.fail(reason)
+    if problem.is_empty:
+        out.fail(f"{problem}: there is nothing to multiply, so no schedule")
+    steps = schedule.trace_steps(problem)
+    typer.echo(schedule.markdown(steps))
+    if svg:
+        svg.write_text(schedule.svg(steps))
 
 
 def _simulated(backend: str | None) -> bool:
