@@ -72,7 +72,7 @@ REDUNDANT: tuple[Redundant, ...] = (
         "copy 16 bytes off",
         "loaders.py",
         "buffer.load_to_lds(self.lds, place, offset)",
-        r"gfx950 gemm (mxfp8|blocks) ",
+        r"gfx950 gemm (mxfp\d|blocks) ",
         "the stage's k is no multiple of SCALE_K: the copy brings zeros to a place that nothing reads, for a constant number of copies a step",
     ),
     Redundant(
@@ -81,6 +81,13 @@ REDUNDANT: tuple[Redundant, ...] = (
         "wait_loads(in_flight=sum(loads_of(tile - d)",
         r"gfx950 grouped .* preshuffled ",
         "only the first tiles after the prologue need this count: later the weights of tile k, loaded fewer tiles ahead than a, are in flight, too",
+    ),
+    Redundant(
+        "vmcnt one higher",
+        "cdna4.py",
+        "wait_loads(in_flight=0)",
+        r"gfx950 gemm .* preshuffled ",
+        "the last loads in flight are those of preshuffled b, to registers that nothing uses",
     ),
     Redundant(
         "counter one higher",

@@ -189,7 +189,8 @@ def build(spec, fmt, epi):
                 stage = next_stage
             results = yield [stage] + frag_a + frag_b + scale + [value for each in ahead for value in each] + acc
 
-        # Drain: only loads past K are left; they must not land in LDS that another workgroup may own by then.
+        # Drain: only loads past K are left; they must not land in LDS that another workgroup may own by then. Preshuffled b's,
+        # the last, to registers, might stay in flight.
         wait_loads(in_flight=0)
 
         # Epilogue.
