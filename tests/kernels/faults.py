@@ -90,6 +90,20 @@ REDUNDANT: tuple[Redundant, ...] = (
         "the last loads in flight are those of preshuffled b, to registers that nothing uses",
     ),
     Redundant(
+        "vmcnt one higher",
+        "cdna4.py",
+        "wait_loads(in_flight=(geo.num_stages - 1) * geo.loads_per_tile)",
+        r"gfx950 gemm .* preshuffled ",
+        "in the prologue, where b is as far ahead as a, a tile of b more follows the copies that this waits for",
+    ),
+    Redundant(
+        "copy dropped",
+        "loaders.py",
+        "buffer.load_to_lds(self.lds, place, offset)",
+        r"gfx950 gemm .* preshuffled ",
+        "it brings nothing (the stage's k is no multiple of SCALE_K), and the one wait that counts it has a tile of b to spare",
+    ),
+    Redundant(
         "counter one higher",
         "gfx1250.py",
         "tdm.wait_lds()",

@@ -135,6 +135,7 @@ def build(spec, fmt, epi):
                 keep_order()
                 ahead += [load_b(fx.Int32(first_b + stage), k_slice) for k_slice in range(geo.num_slices)]
                 keep_order()
+        # Preshuffled b as far ahead as a: a tile of it more might stay in flight.
         wait_loads(in_flight=(geo.num_stages - 1) * geo.loads_per_tile)
         barrier()
         frag_a, frag_b, scale = read_fragments(fx.Int32(0), fx.Int32(0), 0)
