@@ -30,6 +30,8 @@ class Plan(NamedTuple):
     mx_rule, block_rule   scale_rule of `fw.quantize` for MX formats and for the others
     fast_accum   of fprop, as in `fw.gemm`
     delayed  scales come from earlier steps: margin, history (length), algo and rescale as in DelayedScaling
+    stochastic  gradients in mxfp4 are rounded stochastically
+    hadamard  both operands of wgrad go through a random Hadamard transform along the tokens
     """
 
     x: str | None = None
@@ -46,6 +48,8 @@ class Plan(NamedTuple):
     history: int = 0
     algo: Any = "max"
     rescale: Any = None
+    stochastic: bool = False
+    hadamard: bool = False
 
     def check(self) -> Plan:
         for pair in ((self.x, self.w), (self.g, self.w_t), (self.g_t, self.x_t)):
@@ -226,22 +230,33 @@ class MXFP8(Recipe):
 class MXFP4(Recipe):
     """MXFP4 forward: e2m1 codes, power-of-two scales of 32 elements along the reduction.
 
-    backward    "mxfp8" (e4m3 operands of dgrad and wgrad, from the same high-precision tensors), "mxfp4", or "high_precision".
-                Rounding is to nearest: gradients in mxfp4 are biased toward it, and stochastic rounding is not here yet
+    backward    "mxfp8" (e4m3 operands of dgrad and wgrad, from the same high-precision tensors), "mxfp4", or "high_precision"
     scale_rule  "floor" (OCP MX v1.0, 6.3) or "ceil" (nothing saturates)
+    stochastic_rounding   with backward="mxfp4": gradients are rounded up or down at random, so that their mean is right; to
+                nearest they are biased. Their scales then round up, whatever scale_rule says: saturated values would be biased
+    hadamard    with backward="mxfp4": the operands of wgrad go through a random Hadamard transform of 16 neighbouring tokens, which
+                spreads outliers and leaves the product as it is. Where the number of tokens is no multiple of 16, and in
+                GroupedLinear, whose groups have any number of tokens, it is left out
     """
 
     backward: str = "mxfp8"
     scale_rule: str = MX_RULES[0]
+    stochastic_rounding: bool = False
+    hadamard: bool = False
 
     def __post_init__(self) -> None:
         _choose("backward", self.backward, BACKWARDS)
         _choose("scale_rule", self.scale_rule, MX_RULES)
+        for name in ("stochastic_rounding", "hadamard"):
+            _choose(name, getattr(self, name), (False, True))
+            if getattr(self, name) and self.backward != "mxfp4":
+                raise ValueError(f"{name}=True with backward={self.backward!r}: it is for gradients in mxfp4")
 
     @property
     def plan(self) -> Plan:
         other = {"mxfp8": "mxfp8_e4m3", "mxfp4": "mxfp4", "high_precision": None}[self.backward]
-        return Plan("mxfp4", other, "mxfp4", other, other, other, mx_rule=self.scale_rule).check()
+        plan = Plan("mxfp4", other, "mxfp4", other, other, other, mx_rule=self.scale_rule)
+        return plan._replace(stochastic=self.stochastic_rounding, hadamard=self.hadamard).check()
 
 
 def _high_precision(plan: Plan, backward: str) -> Plan:

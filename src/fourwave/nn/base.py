@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ _STATE = ("delayed_scale", "delayed_amax_history")
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
 _SLOTS_PER_LINEAR = 3
 INPUT, WEIGHT, GRAD = range(_SLOTS_PER_LINEAR)
+_SEEDS = itertools.count()  # of stochastic rounding, made in this process
 
 
 class Step(NamedTuple):
@@ -30,6 +32,7 @@ class Step(NamedTuple):
     scales   float32 [slots, 4], see `spaced`, for delayed scaling; history: of the module, to record amax of gradients in, or None
     records  amax of the forward pass is recorded, too: not when it is run a second time
     observe  amax is computed although nothing is quantized
+    seed     int64 (), of stochastic rounding: the module's, which each use counts up
     """
 
     plan: Plan
@@ -39,6 +42,7 @@ class Step(NamedTuple):
     observe: bool = False
     fnuz: bool | None = None
     backend: str | None = None
+    seed: Tensor | None = None
 
 
 class QuantizedModule(nn.Module):
@@ -51,6 +55,7 @@ class QuantizedModule(nn.Module):
     _version = STATE_VERSION
     delayed_scale: Tensor | None
     delayed_amax_history: Tensor | None
+    rounding_seed: Tensor | None
 
     def __init__(self, recipe: Recipe | None = None) -> None:
         super().__init__()
@@ -60,6 +65,8 @@ class QuantizedModule(nn.Module):
         self._plan = None if recipe is None else recipe.plan
         self.register_buffer("delayed_scale", None)
         self.register_buffer("delayed_amax_history", None)
+        # Not saved: a run that goes on from a checkpoint rounds otherwise.
+        self.register_buffer("rounding_seed", None, persistent=False)
         self._forget()
 
     def _forget(self) -> None:
@@ -78,8 +85,24 @@ class QuantizedModule(nn.Module):
 
     def _prepare_default(self) -> None:
         """The state that the module's own recipe needs; called at the end of __init__."""
-        if self._plan is not None and self._plan.delayed:
-            self._allocate(self._plan.history, next(iter(self.parameters())).device)
+        if self._plan is not None:
+            self._prepare(self._plan)
+
+    def _prepare(self, plan: Plan) -> None:
+        """The state that `plan` needs."""
+        device = next(iter(self.parameters())).device
+        if plan.delayed:
+            self._allocate(plan.history, device)
+        if plan.stochastic:
+            self._make_seed(device)
+
+    def _make_seed(self, device: torch.device) -> Tensor:
+        """int64 (): made at its first use from torch.initial_seed() and the number of seeds made before, far from every other
+        module's."""
+        if self.rounding_seed is None:
+            start = (torch.initial_seed() + next(_SEEDS) * 0x9E3779B97F4A7C15) % 2**62
+            self.rounding_seed = torch.full((), start, dtype=torch.int64, device=device)
+        return self.rounding_seed
 
     # -- the recipe of a call
 
@@ -100,7 +123,7 @@ class QuantizedModule(nn.Module):
         fnuz = _fnuz(backend)
         stateful = plan if plan.delayed else region.observe
         if stateful is None:
-            return Step(plan, fnuz=fnuz, backend=backend)
+            return Step(plan, fnuz=fnuz, backend=backend, seed=self._make_seed(device) if plan.stochastic else None)
         self._allocate(stateful.history, device)
         assert self.delayed_scale is not None and self.delayed_amax_history is not None
         trains = not recomputed and (torch.is_grad_enabled() or context.in_reentrant_checkpoint())
@@ -122,8 +145,13 @@ class QuantizedModule(nn.Module):
         plan = context.traced_plan()
         if plan is None:
             plan = UNQUANTIZED if self._plan is None else self._plan
+        if plan.stochastic and self.rounding_seed is None:
+            raise RuntimeError(
+                "torch.compile cannot make the seed of stochastic rounding: call fourwave.nn.prepare(model, recipe) first, "
+                "or give the module its recipe"
+            )
         if not plan.delayed:
-            return Step(plan)
+            return Step(plan, seed=self.rounding_seed if plan.stochastic else None)
         history, scale = self.delayed_amax_history, self.delayed_scale
         if history is None or scale is None or history.shape[0] != plan.history:
             raise RuntimeError(
@@ -289,10 +317,11 @@ def record(history: Tensor, slot: int, amax: Tensor) -> None:
 def prepare(model: nn.Module, recipe: Recipe) -> nn.Module:
     """Make the state that `recipe` needs in every module of `model`, as a training step would; returns model.
 
-    For loading a distributed checkpoint into a fresh model, and before torch.compile, with DelayedScaling.
+    For loading a distributed checkpoint into a fresh model, with DelayedScaling, and before torch.compile, with that or
+    stochastic rounding.
     """
     plan = recipe.plan
     for module in model.modules():
-        if isinstance(module, QuantizedModule) and plan.delayed:
-            module._allocate(plan.history, next(iter(module.parameters())).device)
+        if isinstance(module, QuantizedModule):
+            module._prepare(plan)
     return model

@@ -81,7 +81,7 @@ def linear(
         step.plan, compute_dtype(x), weight.dtype, activation, grad and x.requires_grad, grad and weight.requires_grad,
         grad and bias is not None and bias.requires_grad, step.observe, slot, step.fnuz, step.backend, overwrite,
     )  # fmt: skip
-    result = _Linear.apply(x, weight, bias, step.scales, step.history, main_grad, call, cached, later)
+    result = _Linear.apply(x, weight, bias, step.scales, step.history, main_grad, call, cached, later, step.seed)
     if not isinstance(result, tuple):
         return result
     y, *amax = result
@@ -114,6 +114,7 @@ class _Linear(torch.autograd.Function):
         call: Call,
         cached: Pair | None,
         later: list[Any] | None,
+        seed: Tensor | None,
     ) -> Any:
         plan, slot = call.plan, call.slot
         options: dict[str, Any] = {"fnuz": call.fnuz, "backend": call.backend, "observe": call.observe}
@@ -125,8 +126,10 @@ class _Linear(torch.autograd.Function):
             raise ValueError(
                 "the weight is stored for forward passes only, and the input requires grad: store it with dgrad=True"
             )
+        tokens = products.rows(x)
         xs = pair(
-            products.rows(x), plan.x, plan.x_t, plan, need_row=True, need_col=call.need_w, scale=x_scale, **options
+            tokens, plan.x, plan.x_t, plan, need_row=True, need_col=call.need_w, scale=x_scale,
+            hadamard=products.transforms(plan, tokens.shape[0]), **options,
         )  # fmt: skip
         ws = cached
         if ws is None:
@@ -155,7 +158,8 @@ class _Linear(torch.autograd.Function):
             saved.append(scales)
         ctx.save_for_backward(*saved)
         # history is written by later steps, which is no mistake: it is not among the saved tensors.
-        ctx.call, ctx.history, ctx.main_grad, ctx.later = call, history, main_grad, later
+        # Nor is the seed, which the backward pass counts up.
+        ctx.call, ctx.history, ctx.main_grad, ctx.later, ctx.seed = call, history, main_grad, later, seed
         ctx.weight = weight if later is not None or main_grad is not None else None
         ctx.x_shape, ctx.bias_dtype = x.shape, None if bias is None else bias.dtype
         if out is None:
@@ -182,7 +186,7 @@ class _Linear(torch.autograd.Function):
         gs = pair(
             dz, plan.g, plan.g_t, plan, need_row=call.need_x, need_col=call.need_w,
             scale=saved[0][call.slot + GRAD, 0] if plan.delayed else None, fnuz=call.fnuz, backend=call.backend,
-            observe=call.observe,
+            observe=call.observe, seed=ctx.seed, hadamard=products.transforms(plan, dz.shape[0]),
         )  # fmt: skip
         if ctx.history is not None and gs.amax is not None:
             record(ctx.history, call.slot + GRAD, gs.amax)
@@ -207,7 +211,7 @@ class _Linear(torch.autograd.Function):
                 db = fused if fused_bias else db
         if ctx.main_grad is not None:
             dw = _told(ctx.weight)
-        return dx, dw, db, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None
 
 
 class _Wgrad(NamedTuple):

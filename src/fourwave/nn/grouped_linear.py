@@ -79,7 +79,9 @@ class GroupedLinear(LinearBase):
             grad and bias is not None and bias.requires_grad, step.observe, 0, step.fnuz, step.backend, overwrite,
         )  # fmt: skip
         later = self._delayed if self.delay_wgrad_compute else None
-        result = _Grouped.apply(x, weight, bias, m_sizes, step.scales, step.history, main_grad, call, cached, later)
+        result = _Grouped.apply(
+            x, weight, bias, m_sizes, step.scales, step.history, main_grad, call, cached, later, step.seed
+        )
         if not isinstance(result, tuple):
             return result
         y, *amax = result
@@ -112,6 +114,7 @@ class _Grouped(torch.autograd.Function):
         call: Call,
         cached: Pair | None,
         later: list[Any] | None,
+        seed: Tensor | None,
     ) -> Any:
         plan = call.plan
         options: dict[str, Any] = {
@@ -136,7 +139,7 @@ class _Grouped(torch.autograd.Function):
         w_meta, w_saved = pack(ws.col if call.need_x else None, "columnwise")
         ctx.metas = (x_meta, w_meta)
         ctx.save_for_backward(m_sizes, *x_saved, *w_saved, *([scales] if scales is not None else []))
-        ctx.call, ctx.history, ctx.main_grad, ctx.later = call, history, main_grad, later
+        ctx.call, ctx.history, ctx.main_grad, ctx.later, ctx.seed = call, history, main_grad, later, seed
         ctx.weight = weight if later is not None or main_grad is not None else None
         ctx.bias_dtype = None if bias is None else bias.dtype
         if not plan.delayed and not call.observe:
@@ -158,7 +161,7 @@ class _Grouped(torch.autograd.Function):
         gs = pair(
             dz, plan.g, plan.g_t, plan, need_row=call.need_x, need_col=call.need_w,
             scale=saved[0][GRAD, 0] if plan.delayed else None, fnuz=call.fnuz, backend=call.backend, observe=call.observe,
-            transposed=False,
+            transposed=False, seed=ctx.seed,
         )  # fmt: skip
         if ctx.history is not None and gs.amax is not None:
             record(ctx.history, GRAD, gs.amax)
@@ -182,7 +185,7 @@ class _Grouped(torch.autograd.Function):
                 dw, _none = wgrad.run()
         if ctx.main_grad is not None:
             dw = _told(ctx.weight)
-        return dx, dw, db, None, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None, None
 
 
 class _GroupedWgrad:

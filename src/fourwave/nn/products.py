@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,11 +12,14 @@ from fourwave.ops.gemm.check import Arguments
 from fourwave.ops.gemm.execute import execute
 from fourwave.ops.gemm.problem import SWIGLU
 from fourwave.quantize import QuantizedTensor, quantize
+from fourwave.quantize.random import HADAMARD
 from fourwave.quantize.tensor import FORMATS
 from fourwave.recipes import Plan
 
 Tensor = torch.Tensor
 Operand = Tensor | QuantizedTensor
+
+HADAMARD_SEED = 0  # one for all: both operands of a product need the same
 
 
 class Pair(NamedTuple):
@@ -45,11 +48,14 @@ def pair(
     backend: str | None = None,
     observe: bool = False,
     transposed: bool | None = None,
+    seed: Tensor | None = None,
+    hadamard: bool = False,
 ) -> Pair:
     """t [..., C], flattened to [R, C], in format `row` for one product and in `col` for another; from one reading where they are the same.
 
     A format None leaves t as it is. scale: given, for delayed scaling, which gives amax back. transposed: whether columnwise
-    codes are stored transposed; default what the device's matrix units want
+    codes are stored transposed; default what the device's matrix units want.
+    seed: of stochastic rounding, counted up afterwards. hadamard: columnwise codes are those of the transformed values
     """
     quantized: dict[str, Operand | None] = {"rowwise": None, "columnwise": None}
     amax = None
@@ -64,10 +70,17 @@ def pair(
             continue
         fmt = FORMATS[name]
         rule = None if scale is not None else plan.mx_rule if fmt.is_mx else plan.block_rule
+        extras: dict[str, Any] = {}
+        if seed is not None and fmt.element == "e2m1":
+            rule, extras = "ceil", {"rounding": "stochastic", "seed": seed}
+        if hadamard and direction != "rowwise" and fmt.element == "e2m1":
+            extras |= {"hadamard": "columnwise", "hadamard_seed": HADAMARD_SEED}
         q = quantize(
             t, name, direction, scale=scale, scale_rule=rule, fnuz=None if fmt.is_mx else fnuz,
-            columnwise_transposed=transposed and direction != "rowwise", backend=backend,
+            columnwise_transposed=transposed and direction != "rowwise", backend=backend, **extras,
         )  # fmt: skip
+        if seed is not None:
+            seed.add_(1)
         amax = q.amax
         for each in quantized:
             if direction in (each, "both"):
@@ -75,6 +88,11 @@ def pair(
     if observe:
         amax = largest(t)
     return Pair(quantized["rowwise"], quantized["columnwise"], amax)
+
+
+def transforms(plan: Plan, tokens: int) -> bool:
+    """Whether wgrad's operands go through the Hadamard transform: both or neither, by the number of tokens."""
+    return plan.hadamard and tokens % HADAMARD == 0
 
 
 def largest(t: Tensor) -> Tensor:
@@ -105,6 +123,7 @@ class Packed(NamedTuple):
     shape: tuple[int, int]
     direction: str
     transposed: bool = False
+    hadamard: int | None = None
 
 
 def pack(operand: Operand | None, direction: str) -> tuple[Packed | None, list[Tensor]]:
@@ -113,9 +132,10 @@ def pack(operand: Operand | None, direction: str) -> tuple[Packed | None, list[T
         return None, []
     if isinstance(operand, Tensor):
         return Packed(None, (0, 0), direction), [operand]
-    codes, scale, k_last = operand.operand(direction)
+    hadamard = operand.hadamard(direction)
+    codes, scale, k_last = operand.operand(direction, hadamard=hadamard)
     transposed = direction == "columnwise" and k_last
-    return Packed(operand.format.name, operand.shape, direction, transposed), [codes, scale]
+    return Packed(operand.format.name, operand.shape, direction, transposed, hadamard), [codes, scale]
 
 
 def unpack(packed: Packed, tensors: list[Tensor]) -> Operand:
@@ -125,10 +145,11 @@ def unpack(packed: Packed, tensors: list[Tensor]) -> Operand:
     codes, scale = tensors.pop(0), tensors.pop(0)
     fmt = FORMATS[packed.format]
     if packed.direction == "rowwise" or (fmt.one_copy and not packed.transposed):
-        return QuantizedTensor(fmt, packed.shape, codes, scale)
+        return QuantizedTensor(fmt, packed.shape, codes, scale, row_hadamard=packed.hadamard)
     return QuantizedTensor(
-        fmt, packed.shape, columnwise_data=codes, columnwise_scale=scale, columnwise_transposed=packed.transposed
-    )
+        fmt, packed.shape, columnwise_data=codes, columnwise_scale=scale, columnwise_transposed=packed.transposed,
+        column_hadamard=packed.hadamard,
+    )  # fmt: skip
 
 
 class Product(NamedTuple):
@@ -174,14 +195,19 @@ def _traced_product(  # type: ignore[no-untyped-def]
     a, b, trans_a, trans_b, out_dtype, bias, activation, preactivation, bias_grad, fast_accum, backend
 ):  # fmt: skip
     a_scale = b_scale = a_scaling = b_scaling = None
-    reduced_first = (trans_a, not trans_b)
+    directions = ["columnwise" if first else "rowwise" for first in (trans_a, not trans_b)]
+    seeds = [
+        t.hadamard(direction) if isinstance(t, QuantizedTensor) else None
+        for t, direction in zip((a, b), directions, strict=True)
+    ]
+    assert seeds[0] == seeds[1], "both operands of a product are transformed, or neither"
     if isinstance(a, QuantizedTensor):
         a_scaling = a.format.scaling
-        a, a_scale, k_last = a.operand("columnwise" if reduced_first[0] else "rowwise")
+        a, a_scale, k_last = a.operand(directions[0], hadamard=seeds[0])
         trans_a = not k_last
     if isinstance(b, QuantizedTensor):
         b_scaling = b.format.scaling
-        b, b_scale, k_last = b.operand("columnwise" if reduced_first[1] else "rowwise")
+        b, b_scale, k_last = b.operand(directions[1], hadamard=seeds[1])
         trans_b = k_last
     out, z, db = torch.ops.fourwave.product(
         a, b, trans_a, trans_b, out_dtype, bias, activation, preactivation, bias_grad, a_scale, b_scale, a_scaling,
