@@ -4,6 +4,7 @@
     python bench/gemm_hopper.py --suite decode --rows 1,16,64      # the suite's 27 weights at few rows
     python bench/gemm_hopper.py --suite sweep --configs all        # every config on a few shapes
     python bench/gemm_hopper.py --suite llm81 --dtype fp8          # e4m3fn, float32 sums every 128 k; fp8_fast: the unit's own
+    python bench/gemm_hopper.py --suite promote --dtype fp8 --scaling block --configs all --deepgemm
 
 cuBLAS is torch.mm, and torch._scaled_mm for FP8 (use_fast_accum for fp8_fast, not for fp8), with the scales of --scaling.
 
@@ -51,7 +52,8 @@ SMALL = (
     (2048, 2048, 2048), (2048, 4096, 4096),
 )  # fmt: skip
 LARGE = ((16384, 8192, 28672), (16384, 16384, 53248), (32768, 18432, 16384), (59136, 8192, 32768), (8192, 57344, 8192))
-SHAPES = {"sweep": SWEEP, "small": SMALL, "large": LARGE}
+PROMOTE = ((8192, 8192, 8192), (4096, 12288, 4096), (8192, 4096, 14336), (4096, 4096, 4096), (8192, 28672, 4096))
+SHAPES = {"sweep": SWEEP, "small": SMALL, "large": LARGE, "promote": PROMOTE}
 SAMPLE_SECONDS = 1e-3
 
 
@@ -221,6 +223,7 @@ def measure(
     tiles: str,
     samples: int,
     l2_bytes: int,
+    deepgemm: bool,
 ) -> tuple[dict[str, Any], str]:
     """One row: its record, without times where a check failed, and what to print."""
     dtype, fast = DTYPES[precision], precision == "fp8_fast"
@@ -292,6 +295,16 @@ def measure(
         row["cublas_refuses"] = str(error).splitlines()[0]
         return row, f"{head}  cublas refuses: {row['cublas_refuses']}"
     variants: dict[str, Callable[[int], None]] = {"cublas": cublas}
+    if deepgemm:
+        import deep_gemm  # type: ignore[import-not-found]  # its scales of a are transposed beforehand
+
+        turned = deep_gemm.get_mn_major_tma_aligned_tensor(scale_a)
+
+        def theirs(turn: int) -> None:
+            a, b = sets[turn % num_sets]
+            deep_gemm.fp8_gemm_nt((a, turned), (b, scale_b), out)
+
+        variants["deepgemm"] = theirs
     variants |= {label: functools.partial(ours, config=config) for label, config in configs.items()}
     times = time_interleaved(variants, samples)
     medians = {label: statistics.median(values) for label, values in times.items()}
@@ -299,6 +312,8 @@ def measure(
     row["config"] = str(configs[best] or sm90_config.default_config(problem)[0])
     row["seconds"] = times
     row["ratio"] = medians["cublas"] / medians[best]
+    if deepgemm:
+        row["ratio_deepgemm"] = medians["deepgemm"] / medians[best]
     if M <= 256:
         shown, unit = {label: seconds * 1e6 for label, seconds in medians.items()}, "us"
         read = dtype.itemsize * (M * K + N * K) + out_dtype.itemsize * M * N
@@ -306,6 +321,8 @@ def measure(
     else:
         shown, unit = {label: problem.flops / seconds / 1e12 for label, seconds in medians.items()}, "TFLOP/s"
     compared = f"cublas {shown['cublas']:6.1f}  ours {shown[best]:6.1f} {unit}  {row['ratio']:.3f}"
+    if deepgemm:
+        compared += f"  deepgemm {shown['deepgemm']:6.1f}  {row['ratio_deepgemm']:.3f}"
     lines = [f"{head}  {compared}  {row['config']}"]
     if sweep:
         lines += [f"      {shown[label]:6.1f}  {label}" for label in configs]
@@ -345,8 +362,11 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="commit of the measured tree, for the record")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no row after this time")
     parser.add_argument("--every", type=int, default=1, help="only every n-th row of the suite")
+    parser.add_argument("--deepgemm", action="store_true", help="with --scaling block: DeepGEMM beside cuBLASLt")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.deepgemm and (args.dtype, args.scaling) != ("fp8", "block"):
+        parser.error("--deepgemm compares --dtype fp8 --scaling block")
 
     began = time.monotonic()
     before = machine()
@@ -381,6 +401,7 @@ def main() -> None:
                 args.tiles,
                 args.samples,
                 l2_bytes,
+                args.deepgemm,
             )
             rows.append(row)
             print(text, flush=True)
