@@ -104,6 +104,20 @@ REDUNDANT: tuple[Redundant, ...] = (
         "it brings nothing (the stage's k is no multiple of SCALE_K), and the one wait that counts it has a tile of b to spare",
     ),
     Redundant(
+        "scale one byte off",
+        "wmma.py",
+        "_scaled(ones[0], a[i]",
+        r"gfx1250 gemm .* bias_grad",
+        "the ones that rows are multiplied with for their sums have one scale in all bytes",
+    ),
+    Redundant(
+        "scale one byte off",
+        "wmma.py",
+        "_scaled(ones[0], a[i], out[index], ones[1]",
+        r"gfx1250 gemm .* bias_grad",
+        "the scales of a vector of ones: all four bytes are 127",
+    ),
+    Redundant(
         "counter one higher",
         "gfx1250.py",
         "tdm.wait_lds()",
