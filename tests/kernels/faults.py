@@ -83,27 +83,6 @@ REDUNDANT: tuple[Redundant, ...] = (
         "only the first tiles after the prologue need this count: later the weights of tile k, loaded fewer tiles ahead than a, are in flight, too",
     ),
     Redundant(
-        "vmcnt one higher",
-        "cdna4.py",
-        "wait_loads(in_flight=0)",
-        r"gfx950 gemm .* preshuffled ",
-        "the last loads in flight are those of preshuffled b, to registers that nothing uses",
-    ),
-    Redundant(
-        "vmcnt one higher",
-        "cdna4.py",
-        "wait_loads(in_flight=(geo.num_stages - 1) * geo.loads_per_tile)",
-        r"gfx950 gemm .* preshuffled ",
-        "in the prologue, where b is as far ahead as a, a tile of b more follows the copies that this waits for",
-    ),
-    Redundant(
-        "copy dropped",
-        "loaders.py",
-        "buffer.load_to_lds(self.lds, place, offset)",
-        r"gfx950 gemm .* preshuffled ",
-        "it brings nothing (the stage's k is no multiple of SCALE_K), and the one wait that counts it has a tile of b to spare",
-    ),
-    Redundant(
         "scale one byte off",
         "wmma.py",
         "_scaled(ones[0], a[i]",

@@ -135,8 +135,9 @@ def build(spec, fmt, epi):
                 keep_order()
                 ahead += [load_b(fx.Int32(first_b + stage), k_slice) for k_slice in range(geo.num_slices)]
                 keep_order()
-        # Preshuffled b as far ahead as a: a tile of it more might stay in flight.
-        wait_loads(in_flight=(geo.num_stages - 1) * geo.loads_per_tile)
+        # Behind tile 0 of a: the other tiles, and of preshuffled b one more where it is that far ahead.
+        in_flight = (geo.num_stages - 1) * geo.loads_per_tile
+        wait_loads(in_flight=in_flight + (geo.b_loads if b_ahead and first_b >= 0 else 0))
         barrier()
         frag_a, frag_b, scale = read_fragments(fx.Int32(0), fx.Int32(0), 0)
 
@@ -190,9 +191,9 @@ def build(spec, fmt, epi):
                 stage = next_stage
             results = yield [stage] + frag_a + frag_b + scale + [value for each in ahead for value in each] + acc
 
-        # Drain: only loads past K are left; they must not land in LDS that another workgroup may own by then. Preshuffled b's,
-        # the last, to registers, might stay in flight.
-        wait_loads(in_flight=0)
+        # Drain: only loads past K are left; they must not land in LDS that another workgroup may own by then. Behind the last of
+        # those come the last slice's fragments of preshuffled b, which land in registers.
+        wait_loads(in_flight=geo.b_loads // geo.num_slices if b_ahead else 0)
 
         # Epilogue.
         acc = [fx.Vector(value) for value in results[1 + sum(counts) :]]
