@@ -1,0 +1,48 @@
+"""Draw the losses of several runs of examples/pretrain.py that differ in their seed: the mean over the seeds, and each seed lightly.
+
+python bench/plot_pretrain.py bench/records/h200_pretrain_small.json docs/pretrain_small_h200.png
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+SPAN = 25  # steps of the running mean
+LAST = 100  # steps whose mean is the final loss
+
+
+def smooth(losses: list[float]) -> list[float]:
+    return [sum(losses[max(0, i - SPAN + 1) : i + 1]) / min(SPAN, i + 1) for i in range(len(losses))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("image", type=Path)
+    args = parser.parse_args()
+    runs = json.loads(args.record.read_text())["runs"]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", width_ratios=(1, 1.2))
+    for number, recipe in enumerate(runs[0]["losses"]):
+        curves = [run["losses"][recipe] for run in runs]
+        mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
+        for part, first in zip(axes, (0, len(mean) // 2), strict=True):
+            steps = range(first, len(mean))
+            for losses in curves:
+                part.plot(steps, smooth(losses)[first:], color=f"C{number}", linewidth=0.5, alpha=0.35)
+            label = f"{recipe}  {sum(mean[-LAST:]) / LAST:.4f}"
+            part.plot(steps, smooth(mean)[first:], color=f"C{number}", linewidth=1.2, label=label)
+    axes[0].set(xlabel="step", ylabel=f"nats per byte, mean of {SPAN} steps")
+    axes[1].set(xlabel="step", title="second half")
+    axes[1].legend(title=f"recipe, mean of the last {LAST}")
+    kind = runs[0]["arguments"]["size"]
+    figure.suptitle(f"{kind} byte model, {len(mean)} steps, {len(runs)} seeds, {runs[0]['device']}")
+    figure.savefig(args.image, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
