@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fourwave as fw
-from fourwave.backends import registry
+from fourwave.backends import registry, select
 from fourwave.backends.hopper import cutedsl_missing
 from fourwave.formats.scaling import expand_scale
 from fourwave.ops.gemm import sm90_config, sm90_launch
@@ -94,6 +94,46 @@ def test_problems_that_the_kernel_cannot_run_are_refused_with_the_reason() -> No
     assert "layout NT" in (why_unsupported(replace(few, layout="NT"), swapped(few, 128, 1)) or "")
     assert "each CTA needs a k step" in (why_unsupported(few, swapped(few, 128, 4)) or "")
     assert "HopperConfig" in (why_unsupported(problem(), GemmConfig()) or "")  # type: ignore[arg-type]
+
+
+def test_automatic_choice_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told by stand-ins for a Hopper GPU; a config of the caller's, or anything not in the records, changes the answer."""
+    backend = registry.get("hopper")
+    monkeypatch.setattr(type(backend), "unavailable", lambda self, arch=None: None)
+    monkeypatch.setattr(
+        type(backend), "why_unsupported", lambda self, problem, config: why_unsupported(problem, config)
+    )
+    select.clear_cache()
+    try:
+        large = problem(4096, 4096, 4096)
+        e4m3 = replace(large, a_dtype=FP8[0], b_dtype=FP8[0])
+        rows = replace(e4m3, a_scaling="row", b_scaling="row")
+        tensors = replace(e4m3, a_scaling="tensor", b_scaling="tensor", fast_accum=True)
+        blocks = replace(e4m3, a_scaling="1x128", b_scaling="128x128")
+        taken = [
+            large, replace(large, layout="NN"), replace(large, layout="NT"), replace(large, M=1), replace(large, M=64),
+            rows, tensors, replace(tensors, M=16), blocks, replace(blocks, fast_accum=True),
+        ]  # fmt: skip
+        for p in taken:
+            assert select.select("auto", p, None).backend is backend, p
+        left = [
+            replace(large, M=65), replace(large, M=64, layout="NN"), replace(large, N=3000), replace(large, K=4100),
+            replace(large, out_dtype=FP32), replace(large, bias_dtype=BF16), replace(large, activation="relu"),
+            replace(large, accumulate=True), replace(large, a_dtype=FP16, b_dtype=FP16), replace(rows, M=16),
+            replace(rows, fast_accum=True), replace(tensors, fast_accum=False), replace(blocks, M=64),
+            replace(blocks, b_dtype=FP8[1]),
+        ]  # fmt: skip
+        for p in left:
+            assert why_unsupported(p, None) is None, p
+            chosen = select.select("auto", p, None)
+            assert chosen.backend.name == "native", p
+            why = dict(chosen.rejected)["hopper"]
+            assert ("works on a copy" if p.K == 4100 else "measured") in why
+            assert select.select("hopper", p, None).backend is backend
+        assert select.select("auto", replace(large, M=65), HopperConfig()).backend is backend  # type: ignore[arg-type]
+    finally:
+        monkeypatch.undo()
+        select.clear_cache()
 
 
 def test_the_default_is_one_of_the_candidates_and_allowed() -> None:

@@ -39,6 +39,10 @@ class Backend(ABC):
     def why_unsupported(self, problem: GemmProblem, config: GemmConfig | None) -> str | None:
         """Why this backend cannot run this problem with this config (None: its own choice), or None."""
 
+    def why_not_automatic(self, problem: GemmProblem) -> str | None:
+        """Why automatic choice passes this backend over for a problem that it can run, or None."""
+        return None
+
     @abstractmethod
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
         """Kernel, architecture and config that `run_gemm` would use, with the reasons for the config."""

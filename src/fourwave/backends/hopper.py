@@ -82,6 +82,11 @@ class HopperBackend(Backend):
 
         return sm90_config.why_unsupported(problem, config)  # type: ignore[arg-type]
 
+    def why_not_automatic(self, problem: GemmProblem) -> str | None:
+        from fourwave.ops.gemm import sm90_config
+
+        return sm90_config.why_not_automatic(problem)
+
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
         from fourwave.ops.gemm.sm90_config import default_config
 

@@ -1,8 +1,8 @@
 """Which backend runs a call.
 
 Order: the call's argument, then `use_backend`, then the variable FOURWAVE_BACKEND, then automatic. A named backend runs or
-raises. Automatic takes FlyDSL where it is usable and native otherwise, never the simulator, and keeps the reason for each
-backend that it passed over.
+raises. Automatic takes FlyDSL where it is usable, Hopper's kernels for what they were measured at, and native otherwise, never the
+simulator, and keeps the reason for each backend that it passed over.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ logger = logging.getLogger("fourwave.dispatch")
 
 AUTO = "auto"
 _AUTO_ORDER = ("flydsl", "native")
+_GEMM_ORDER = ("flydsl", "hopper", "native")
 
 _PRECISIONS = (*PRECISIONS.values(), FP8, MXFP8, MXFP4)
 
@@ -136,9 +137,11 @@ def select(spec: str, problem: GemmProblem, config: GemmConfig | None) -> Select
             raise NotImplementedError(f"backend {asked!r} was asked for and cannot run {problem}: {why}")
         return Selection(backend, asked, ())
     rejected: list[tuple[str, str]] = []
-    for name in _AUTO_ORDER:
+    for name in _GEMM_ORDER:
         backend = registry.get(name)
         why = backend.unavailable() or _why_unsupported(backend, problem, config)
+        if why is None and config is None and not problem.is_empty:
+            why = backend.why_not_automatic(problem)
         if why is None:
             return Selection(backend, AUTO, tuple(rejected))
         rejected.append((name, why))

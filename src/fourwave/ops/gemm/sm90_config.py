@@ -23,6 +23,8 @@ STORE_ROWS = 64  # rows of an output buffer: one wgmma's
 STORE_BYTES = STORE_ROWS * SWIZZLE_BYTES
 SCALE_STEPS = 4  # k steps whose scales are loaded together: 16 bytes of a row, the least that TMA takes
 MAX_ACCUMULATORS = 192  # per thread; of at most 255 registers, the rest holds addresses and the epilogue's values
+MEASURED_EXTENT = 3584  # least extent of the products that were timed; with few rows of all but M
+MEASURED_ROWS = 64  # at most, with few rows
 MAX_EXTENT = 2**31 - 2**12  # TMA coordinates are int32, and rounding up to a tile must not overflow
 MAX_STRIDE_BYTES = 2**40  # of a tensor map
 DTYPES = (torch.bfloat16, torch.float16)
@@ -148,6 +150,37 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
     if config.schedule == "swapped":
         return _why_swapped_unsupported(problem, config)
     return _why_config_unsupported(problem, config)
+
+
+def why_not_automatic(problem: GemmProblem) -> str | None:
+    """Why automatic choice leaves a problem that this kernel can do to PyTorch, or None.
+
+    It takes classes of which at least five shapes were timed beside cuBLAS on an H200, and whose records (docs/hopper.md) have no
+    more than one shape in eighty below 0.96 of it: no epilogue, bfloat16 out.
+    """
+    least = MEASURED_EXTENT
+    large = min(problem.M, problem.N, problem.K) >= least
+    few = problem.layout == "TN" and problem.M <= MEASURED_ROWS and min(problem.N, problem.K) >= least
+    scalings = problem.a_scaling, problem.b_scaling
+    if problem.a_dtype == problem.b_dtype == torch.bfloat16:
+        measured = large or few
+    elif problem.a_dtype == problem.b_dtype == torch.float8_e4m3fn:
+        fast = problem.fast_accum and scalings == ("tensor", "tensor") and (large or few)
+        measured = fast or (large and (not problem.fast_accum, *scalings) == (True, "row", "row"))
+        measured = measured or (large and scalings == ("1x128", "128x128"))
+    else:
+        measured = False
+    plain = problem.bias_dtype is None and problem.activation is None and not problem.accumulate
+    if not (measured and plain and problem.out_dtype == torch.bfloat16):
+        return "not among what was measured to be as fast as cuBLAS (docs/hopper.md); it runs when asked for"
+    lengths = {
+        "a": (problem.a_shape[1], problem.a_dtype), "b": (problem.b_shape[1], problem.b_dtype),
+        "out": (problem.N, problem.out_dtype),
+    }  # fmt: skip
+    for name, (length, dtype) in lengths.items():
+        if length * dtype.itemsize % 16:
+            return f"rows of {name} have {length * dtype.itemsize} bytes: where 16 do not divide that, the kernel works on a copy"
+    return None
 
 
 def _why_config_unsupported(problem: GemmProblem, config: HopperConfig) -> str | None:
