@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from machine import PROLOGUE, launch, lower, only
+from machine import PROLOGUE, launch, lower, only, words
 
 from fourwave import sim
+from fourwave.sim.launch import Memory, Options
+from fourwave.sim.launch import run as run_program
 
 pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
 
@@ -97,6 +99,55 @@ def test_an_output_that_is_not_filled(fill, arch):
     assert not sim.run(fill, y, 3, 250, arch=arch, outputs=[y], checks=("memory",)).findings
     with pytest.raises(sim.SimulationError, match="an output"):
         sim.run(fill, y, 3, 250, arch=arch, outputs=[y], on_finding="raise")
+
+
+# Lane i writes the dword at byte 8 * i.
+EIGHT = """
+  %c8 = llvm.mlir.constant(8 : i32) : i32
+  %at = llvm.mul %tid, %c8 : i32
+  %q = llvm.getelementptr %x[%at] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, i8
+"""
+RSRC = """
+  %stride = llvm.mlir.constant(0 : i16) : i16
+  %flags = llvm.mlir.constant(159744 : i32) : i32
+  %zero = llvm.mlir.constant(0 : i32) : i32
+  %records = llvm.mlir.constant(4096 : i64) : i64
+  %rsrc = rocdl.make.buffer.rsrc %x, %stride, %records, %flags : !llvm.ptr<1> to <8>
+"""
+STORES = {
+    "global": "  llvm.store %tid, %q : i32, !llvm.ptr<1>",
+    "atomic": "  %old = llvm.atomicrmw add %q, %tid monotonic : !llvm.ptr<1>, i32",
+    "buffer": RSRC + "  rocdl.raw.ptr.buffer.store %tid, %rsrc, %at, %zero, 0 : i32",
+    "buffer atomic": RSRC
+    + '  %old = "rocdl.raw.ptr.buffer.atomic.umin"(%tid, %rsrc, %at, %zero) <{aux = 0 : i32}> : (i32, !llvm.ptr<8>, i32, i32) -> i32',
+    "from LDS": """
+  %lds = llvm.mlir.addressof @lds : !llvm.ptr<3>
+  %p = llvm.getelementptr %lds[%at] : (!llvm.ptr<3>, i32) -> !llvm.ptr<3>, i8
+  llvm.store %tid, %p : i32, !llvm.ptr<3>
+  rocdl.s.wait.dscnt 0
+  rocdl.global.store.async.from.lds.b32 %q, %p, 0, 0 : !llvm.ptr<1>, !llvm.ptr<3>
+  rocdl.s.wait.asynccnt 0""",
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind"),
+    [(arch, kind) for arch in sim.ARCHS for kind in STORES if arch == "gfx1250" or kind != "from LDS"],
+)
+def test_every_way_to_store_fills_an_output(arch: str, kind: str) -> None:
+    lanes = 32 if arch == "gfx1250" else 64
+    program = lower(PROLOGUE + EIGHT + STORES[kind], "%x: !llvm.ptr<1>", lds=1024, arch=arch)
+    out = np.zeros(4096, np.uint8)
+    arguments, ranges = words(out)
+    lo, hi = ranges[0][0] + 8, ranges[0][1]  # the output begins at lane 1's dword
+    written = np.zeros(hi - lo, np.uint8)
+    memory = Memory(ranges, [(lo, hi, written)])
+    report = run_program(program, (1, 1, 1), (lanes, 1, 1), 0, [arguments], memory, Options(threads=1))
+    assert not report.findings
+    expected = np.zeros(hi - lo, np.uint8)
+    for lane in range(1, lanes):
+        expected[8 * (lane - 1) : 8 * (lane - 1) + 4] = 1
+    np.testing.assert_array_equal(written, expected)
 
 
 def test_an_output_is_filled_by_all_launches_of_a_session_together(fill):
