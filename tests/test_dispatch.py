@@ -656,7 +656,7 @@ def test_devices_that_have_no_kernel_are_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     archs = {0: "gfx90a:sramecc+:xnack-", 1: "gfx1100"}
     properties = type("Properties", (), {})
-    for name, missing in (("gfx1100", True), ("gfx942:sramecc+:xnack-", False)):
+    for name, missing in (("gfx1100", True), ("gfx942:sramecc+:xnack-", False), ("gfx1250", False)):
         archs[1] = name
 
         def get(index):
@@ -669,5 +669,5 @@ def test_devices_that_have_no_kernel_are_named(monkeypatch):
         why = flydsl._device_missing.__wrapped__()
         assert (why is not None) == missing
         if why:
-            assert "gfx90a, gfx1100" in why and "gfx942 or gfx950" in why
+            assert "gfx90a, gfx1100" in why and "gfx942, gfx950 or gfx1250" in why
     flydsl.device_arch.cache_clear()

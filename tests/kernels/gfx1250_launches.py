@@ -13,6 +13,7 @@ from fourwave.testing import GemmCase
 from fourwave.testing.shapes import Shape
 
 ARCH = "gfx1250"
+DEPTH = 22 * 128
 OPERANDS: dict[str, dict[str, Any]] = {
     "mxfp4": {"a_format": "mxfp4", "b_format": "mxfp4"},
     "mxfp8 x mxfp4": {"a_format": "mxfp8_e4m3", "b_format": "mxfp4"},
@@ -31,13 +32,17 @@ def case_of(operands: str, layout: str, shape: Shape, **fields: Any) -> GemmCase
 
 
 def kernels() -> Iterator[tuple[str, GemmCase, Any]]:
-    """(name, case, config) of every kernel: operands, layout and tile; 20 steps, 2 past the second page."""
+    """(name, case, config) of every kernel: operands, layout and tile.
+
+    22 steps: the pages of scales are filled twice, and the last tile past K comes to stage 0, where the epilogue begins. alpha is
+    not 1, so that the epilogue changes what it finds in LDS.
+    """
     for operands in OPERANDS:
         for layout in layouts(operands):
             for config in candidates_for(case_of(operands, layout, Shape("", 64, 64, 64)).problem, ARCH):
-                shape = Shape("pages", config.tile_m, config.tile_n, 2560)
+                shape = Shape("pages", config.tile_m, config.tile_n, DEPTH)
                 name = f"gemm {operands} {layout} {config.tile_m}x{config.tile_n}"
-                yield name, case_of(operands, layout, shape), config
+                yield name, case_of(operands, layout, shape, alpha=0.75), config
     for name, case, config in further():
         yield f"gemm {name}", case, config
 
@@ -45,7 +50,7 @@ def kernels() -> Iterator[tuple[str, GemmCase, Any]]:
 def further() -> Iterator[tuple[str, GemmCase, Any]]:
     """What an epilogue can do beside: all at once, for the largest tile and a small one, and the bias gradient."""
     for rows in (256, 32):
-        case = case_of("mxfp4", "TN", Shape("pages", rows, 256, 2560), out_dtype=torch.bfloat16)
+        case = case_of("mxfp4", "TN", Shape("pages", rows, 256, DEPTH), out_dtype=torch.bfloat16)
         full: dict[str, Any] = {
             "bias_dtype": torch.float32,
             "activation": "gelu",
@@ -53,5 +58,7 @@ def further() -> Iterator[tuple[str, GemmCase, Any]]:
             "preactivation": torch.bfloat16,
         }
         yield f"mxfp4 TN epilogue, {rows} rows", replace(case, **full), None
-        grad = case_of("mxfp4", "NT", case.shape, bias_grad=torch.float32, accumulate=True)
+        grad = case_of(
+            "mxfp4", "NT", case.shape, bias_grad=torch.float32, bias_dtype=torch.bfloat16, accumulate=True, alpha=0.75
+        )
         yield f"mxfp4 NT bias_grad, {rows} rows", grad, None

@@ -151,7 +151,10 @@ def test_shapes(M, N, K):
 
 @needs_sim
 @pytest.mark.parametrize("layout", ["NN", "NT"])
-@pytest.mark.parametrize(("M", "N", "K"), [(256, 256, 128), (2, 130, 1088), (300, 270, 2308), (256, 512, 3072)])
+@pytest.mark.parametrize(
+    ("M", "N", "K"),
+    [(256, 256, 128), (2, 130, 1088), pytest.param(300, 270, 2308, marks=pytest.mark.slow), (256, 512, 3072)],
+)
 def test_k_is_not_contiguous(layout, M, N, K):
     check(problem_of(M, N, K, layout=layout), seed=K)
 
@@ -431,7 +434,7 @@ def _wait(monkeypatch, kernel, which):
 
 
 @needs_sim
-@pytest.mark.parametrize("which", range(7))
+@pytest.mark.parametrize("which", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in range(2, 7))])
 def test_each_wait_for_the_data_mover_is_needed(monkeypatch, which):
     """Prologue; the two steps of an iteration; drain; bias; what was in out, of the first pass; between passes."""
     from fourwave.ops.gemm import gfx1250

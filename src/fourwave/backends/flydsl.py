@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
     from fourwave.quantize.problem import QuantizeProblem, QuantizeTensors
 
-ARCHS = ("gfx942", "gfx950")
+ARCHS = ("gfx942", "gfx950", "gfx1250")
 FLYDSL_RANGE = ((0, 5), (0, 6))  # the range in pyproject.toml's extra `amd`: first version, first version past it
 
 
@@ -46,7 +46,7 @@ def device_arch(index: int) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _device_missing() -> str | None:
-    need = f"needs an AMD GPU ({' or '.join(ARCHS)}) and a ROCm build of PyTorch"
+    need = f"needs an AMD GPU ({', '.join(ARCHS[:-1])} or {ARCHS[-1]}) and a ROCm build of PyTorch"
     if torch.version.hip is None:
         return f"{need}; this PyTorch ({torch.__version__}) has no ROCm support"
     if not torch.cuda.is_available():
@@ -58,7 +58,7 @@ def _device_missing() -> str | None:
 
 
 class FlyDSLBackend(Backend):
-    """The kernels in ops/*/cdna3.py and cdna4.py on the GPU that holds the operands."""
+    """The kernels in ops/*/cdna3.py, cdna4.py and gfx1250.py on the GPU that holds the operands."""
 
     name = "flydsl"
 

@@ -335,7 +335,8 @@ def store_sums(sums, epi, arguments, geo, lds, m0, n0, wave, lane):
         lds_write(lds, at, total.to(dtype)[0], size)
     tdm.wait_lds()
     tile.store()
-    tdm.wait_tiles(in_flight=0)  # bias takes the same place
+    if epi.bias_dtype is not None:
+        tdm.wait_tiles(in_flight=0)  # bias takes the same place
 
 
 def store(acc, epi, arguments, geo, lds, m0, n0, wave, lane):
@@ -394,7 +395,9 @@ def store(acc, epi, arguments, geo, lds, m0, n0, wave, lane):
         start, stride = place(arguments.out, row0, size)
         rows_left = tdm.not_negative(arguments.M - row0)
         if part > 0:
-            tdm.wait_tiles(in_flight=0)  # the pass before has left LDS
+            # The pass before has left LDS. Its preactivation, stored last, may stay: the wait for what was in out comes before
+            # its place is written.
+            tdm.wait_tiles(in_flight=1 if saved is not None and epi.accumulate else 0)
             keep_order()
         if epi.accumulate:
             layout = tdm.layout(size, columns * size, ROW_GAP)
