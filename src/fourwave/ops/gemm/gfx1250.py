@@ -128,7 +128,8 @@ def build(spec, epi):
             for part in fx.range_constexpr(STEPS):
                 tile = fx.Int32(step) * STEPS + part
                 next_stage = select(stage == STAGES - 1, 0, stage + 1)
-                # The last reads are of scales, whose page nothing overwrites in an even step: one might stay out then. But the
+                # The last reads are of scales, whose page nothing overwrites in an even step: one might stay out then. And where
+                # scales are put together from bytes, or shifted (turned operands, bfloat16), that has waited for them. But the
                 # order of reads is the compiler's, so no count other than 0 is safe.
                 tdm.wait_lds()
                 # Issued so far: tiles up to j + 2, and scales in place of parts of some, one of each wave in each step. In
