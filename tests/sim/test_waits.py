@@ -188,7 +188,8 @@ def compiled_gfx1250(layout: str) -> isa.CompiledKernel:
 
 
 @needs_flydsl
-@pytest.mark.parametrize("layout", ["TN", *(pytest.param(x, marks=pytest.mark.slow) for x in ("NN", "NT"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gfx1250_counters_mean_in_machine_code_what_they_mean_as_written(layout):
     """The data mover's counter; the waits that the compiler adds (its queue is short) are not the kernel's."""
     kernel = compiled_gfx1250(layout)
@@ -201,6 +202,7 @@ def test_gfx1250_counters_mean_in_machine_code_what_they_mean_as_written(layout)
 
 
 @needs_flydsl
+@pytest.mark.slow
 @pytest.mark.parametrize(("by", "kind"), [(1, "uncovered"), (-1, "early")])
 def test_a_changed_tensorcnt_is_found(by, kind):
     kernel = compiled_gfx1250("TN")
@@ -215,6 +217,7 @@ def test_a_changed_tensorcnt_is_found(by, kind):
 
 
 @needs_flydsl
+@pytest.mark.slow
 def test_a_tensor_load_that_rises_above_its_wait_is_found():
     kernel = compiled_gfx1250("TN")
     lines = kernel.text.splitlines()
@@ -243,3 +246,28 @@ def test_explain_prints_the_waits(monkeypatch):
         object.__setattr__(ready, "text", "\n".join(lines))
     assert result.exit_code == 1 and "uncovered" in result.output and "FAILED" in result.output
     assert CliRunner().invoke(app, ["explain", "gemm", "1", "1", "1", "--waits"]).exit_code == 2
+
+
+def test_gfx1250_counters_are_read_apart():
+    """Waits on tensorcnt do not cover asynchronous copies, nor the other way round."""
+    text = """
+\t.file 1 "k.py"
+\t.loc 1 1
+\ttensor_load_to_lds s[36:39], s[12:19]
+\t.loc 1 2
+\tglobal_load_async_to_lds_b128 v1, v[2:3], off
+\t.loc 1 3
+\ts_wait_tensorcnt 0x0
+\t.loc 1 4
+\ts_wait_asynccnt 0x1
+\ts_endpgm
+"""
+    for counter, copy, wait in (("tensorcnt", 1, (3, 0)), ("asynccnt", 2, (4, 1))):
+        steps = [s for n in waits.read_assembly(text, counter) for s in n.steps]
+        assert [(s.kind, s.place[1]) for s in steps] == [("copy", copy), ("wait", wait[0])]
+        assert steps[1].count == wait[1]
+    source = [
+        Node("entry", [Step("copy", ("k.py", 2), "async_load"), Step("wait", ("k.py", 4), "wait asynccnt(0)", 0)])
+    ]
+    (finding,) = waits.compare(source, waits.read_assembly(text, "asynccnt"), "asynccnt")
+    assert finding.kind == "uncovered" and finding.message.startswith("asynccnt(1) no longer covers 1 copies")
