@@ -114,3 +114,52 @@ def test_no_spills_where_elements_go_one_by_one(scaling, arch):
     print(kernel)
     assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
     assert kernel.vgpr <= 168
+
+
+MXFP4 = [
+    ("gfx950", "bfloat16", False, True),
+    *(
+        pytest.param(arch, dtype, transposed, extras, marks=pytest.mark.slow)
+        for arch in ("gfx950", "gfx1250", "gfx942")
+        for dtype in ("bfloat16", "float32")
+        for transposed in (False, True)
+        for extras in (False, True)
+        if (arch, dtype, transposed, extras) != ("gfx950", "bfloat16", False, True)
+    ),
+]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "transposed", "extras"), MXFP4)
+def test_mxfp4(arch, dtype, transposed, extras):
+    """extras: stochastic rounding and both Hadamard transforms."""
+    from fourwave.quantize.mxfp4 import CODES_BYTES, X_BYTES, Mxfp4Spec
+
+    spec = Mxfp4Spec(arch, dtype, "floor", True, True, transposed, *[extras] * 3, True, True, True)
+    kernel = isa.compile_spec("fourwave.quantize.amd", spec, arch)
+    print(kernel)
+    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+    assert kernel.vgpr <= 128  # four waves per SIMD of 512 registers
+    assert kernel.lds_bytes == X_BYTES + (0 if transposed else CODES_BYTES)
+    loop = kernel.main_loop
+    size = 4 if dtype == "float32" else 2
+    wide = kernel.text.count("global_load_b128" if arch == "gfx1250" else "buffer_load_dwordx4")
+    assert wide == 32 * size // 16  # 32 elements a thread, each read once
+    assert loop.loads == wide + (extras and arch != "gfx1250")  # the seed
+    assert kernel.text.count("global_store_b128" if arch == "gfx1250" else "buffer_store_dwordx4") == 2
+    prefix = ("ds_load", "ds_store") if arch == "gfx1250" else ("ds_read", "ds_write")
+    assert loop.lds_writes[f"{prefix[1]}_b128"] == 8
+    assert loop.lds_reads[f"{prefix[0]}_b128"] == 8 + (0 if transposed else 8)
+    assert loop.barriers == 1 + (not transposed)
+    # No lane asks another: nothing but LDS is between them.
+    assert not re.search(r"permlane|bpermute|dpp|swizzle", kernel.text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["gfx950", "gfx1250", "gfx942"])
+def test_mxfp4_where_elements_go_one_by_one(arch):
+    from fourwave.quantize.mxfp4 import Mxfp4Spec
+
+    for transposed in (False, True):
+        spec = Mxfp4Spec(arch, "bfloat16", "ceil", True, True, transposed, True, True, True, False, False, False)
+        kernel = isa.compile_spec("fourwave.quantize.amd", spec, arch)
+        assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
