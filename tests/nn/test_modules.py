@@ -442,3 +442,18 @@ def test_results_may_be_changed_in_place(recipe: str) -> None:
             y += 1
             y.relu_().sum().backward()
             assert x.grad is not None
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [torch.func.grad, torch.func.vmap, lambda f: torch.func.jvp(f, (torch.ones(2, 32),), (torch.ones(2, 32),))],
+)
+def test_transforms_are_refused(transform: Any) -> None:
+    linear = fnn.Linear(32, 32)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = linear(x)
+        return y.sum()
+
+    with pytest.raises(NotImplementedError, match=r"transforms of torch\.func"):
+        transform(run)(torch.ones(2, 32))

@@ -110,6 +110,11 @@ class QuantizedModule(nn.Module):
         """Called once at the start of a forward pass."""
         if torch.compiler.is_compiling():
             return self._begin_traced()
+        if torch._C._are_functorch_transforms_active():
+            raise NotImplementedError(
+                f"{type(self).__name__} does not run under transforms of torch.func (grad, vjp, vmap, ...): between forward and backward "
+                "pass it keeps quantized operands, which they do not carry. torch.func.functional_call and backward() work"
+            )
         region = context.active(self._last)
         if region is None:
             if self._plan is None:
