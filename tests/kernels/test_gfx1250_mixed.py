@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import gfx1250_launches
 import pytest
 import torch
@@ -107,8 +109,6 @@ def test_each_code_and_scale_becomes_its_bfloat16(layout):
 @pytest.mark.parametrize(("operands", "layout"), [("mxfp8 x mxfp4", "TN"), ("bf16 x mxfp4", "NN")])
 @pytest.mark.parametrize("options", [{"completion": "random", "schedule": "reverse"}])
 def test_order_does_not_matter(operands, layout, options, monkeypatch):
-    import functools
-
     monkeypatch.setattr(sim, "session", functools.partial(sim.session, **options))
     passes(case_of(operands, layout, Shape("", 64, 250, 2592)))
 
@@ -235,6 +235,16 @@ def test_what_is_refused_of_formats_is_all_that_is_not_built():
         built = name in ("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2")
         problem = GemmCase(Shape("", 64, 64, 64), a_format=name, b_format="mxfp4", out_dtype=FP32).problem
         assert (why_unsupported(problem, None, ARCH) is None) is built, name
+
+
+@needs_sim
+@pytest.mark.parametrize("operands", ["mxfp8", pytest.param("bf16 x mxfp4", marks=pytest.mark.slow)])
+def test_reads_of_contiguous_k_have_no_bank_conflicts(operands, monkeypatch):
+    monkeypatch.setattr(sim, "session", functools.partial(sim.session, count_bank_conflicts=True))
+    sim.reset_report()
+    passes(case_of(operands, "TN", Shape("", 32, 256, 256)))
+    counters = sim.current_report().launches[-1].counters
+    assert counters["lds_read_cycles"] == counters["lds_read_cycles_ideal"] > 0
 
 
 def test_lds_fits_and_does_not_depend_on_k():
