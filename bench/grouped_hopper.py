@@ -128,21 +128,23 @@ def error(parts: list[tuple[slice, torch.Tensor, torch.Tensor]], out: torch.Tens
     return max((bounds.error_ratio(out[rows], exact, bound)[0] for rows, exact, bound in parts), default=0.0)
 
 
-def problem_of(x: Operands) -> GroupedProblem:
+def problem_of(G: int, M: int, N: int, K: int, layout: str) -> GroupedProblem:
     return GroupedProblem(
-        x.G, x.M, x.N, x.K, "rows", "TN", E4M3, E4M3, BF16, device_type="cuda", a_scaling="1x128", b_scaling="128x128",
-        a_scale_layout="groups",
+        G, M, N, K, "rows", "TN", E4M3, E4M3, BF16, device_type="cuda", a_scaling="1x128", b_scaling="128x128",
+        a_scale_layout=layout,
     )  # fmt: skip
 
 
 class Ours:
-    def __init__(self, sets: list[Operands], config: HopperGroupedConfig | None) -> None:
-        self.sets, self.config, self.problem = sets, config, problem_of(sets[0])
-        self.out = sets[0].out
+    def __init__(self, sets: list[Operands], config: HopperGroupedConfig | None, layout: str) -> None:
+        x = sets[0]
+        self.sets, self.config, self.problem = sets, config, problem_of(x.G, x.M, x.N, x.K, layout)
+        self.out = x.out
 
     def __call__(self, turn: int) -> None:
         x = self.sets[turn % len(self.sets)]
-        tensors = GroupedTensors(x.a, x.b, x.m_sizes, self.out, None, x.a_scale, x.b_scale)
+        scale = x.rows_scale if self.problem.a_scale_layout == "rows" else x.a_scale
+        tensors = GroupedTensors(x.a, x.b, x.m_sizes, self.out, None, scale, x.b_scale)
         sm90_launch.run(self.problem, self.config, tensors)
 
     def result(self) -> torch.Tensor:
@@ -231,12 +233,12 @@ def load_triton(path: str) -> Any:
 def measure(sizes: list[int], N: int, K: int, args: Any, peers: dict[str, Any], l2_bytes: int) -> dict[str, Any]:
     first = Operands(sizes, N, K)
     sets = [first] + [Operands(sizes, N, K) for _ in range(min(16, 2 * l2_bytes // max(1, first.bytes)))]
-    problem = problem_of(first)
+    problem = problem_of(first.G, first.M, N, K, args.scales)
     default = sm90_config.default_config(problem)[0]
-    variants: dict[str, Any] = {"ours": Ours(sets, None)}
+    variants: dict[str, Any] = {"ours": Ours(sets, None, args.scales)}
     if args.configs == "all":
         for config in sm90_config.candidates(problem):
-            variants[str(config)] = Ours(sets, config)
+            variants[str(config)] = Ours(sets, config, args.scales)
     failed: dict[str, str] = {}
     for name, make in peers.items():
         try:
@@ -295,17 +297,14 @@ def rows_of(suite: str, sizes: str) -> list[tuple[list[int], int, int]]:
     return [(split(GROUPS, m), n, k) for m, n, k in (PUBLISHED if suite == "published" else SWEEP)]
 
 
-def compile_all(rows: list[tuple[list[int], int, int]], part: str, every: bool) -> None:
+def compile_all(rows: list[tuple[list[int], int, int]], part: str, every: bool, layout: str) -> None:
     """Every k-th kernel that the rows need, into the cache; no GPU is used."""
     from fourwave.backends import cutedsl_cache
 
     index, count = (int(word) for word in part.split("/"))
     specs: dict[Any, None] = {}
     for sizes, n, k in rows:
-        problem = GroupedProblem(
-            len(sizes), sum(sizes), n, k, "rows", "TN", E4M3, E4M3, BF16, device_type="cuda", a_scaling="1x128", b_scaling="128x128",
-            a_scale_layout="groups",
-        )  # fmt: skip
+        problem = problem_of(len(sizes), sum(sizes), n, k, layout)
         configs = [sm90_config.default_config(problem)[0], *(sm90_config.candidates(problem) if every else ())]
         for config in configs:
             specs[sm90_launch.specialise(problem, config)] = None
@@ -319,6 +318,7 @@ def main() -> None:
     parser.add_argument("--suite", choices=["published", "sweep", "decode", "skew"], default="published")
     parser.add_argument("--sizes", choices=["even", "skewed"], default="even", help="of the suites published and sweep")
     parser.add_argument("--configs", choices=["default", "all"], default="default")
+    parser.add_argument("--scales", choices=["groups", "rows"], default="groups", help="layout of a's")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--deep-gemm", action="store_true")
@@ -333,7 +333,7 @@ def main() -> None:
     args = parser.parse_args()
     shapes = rows_of(args.suite, args.sizes)[:: args.every]
     if args.compile:
-        compile_all(shapes, args.compile, args.configs == "all")
+        compile_all(shapes, args.compile, args.configs == "all", args.scales)
         return
     peers: dict[str, Callable[[list[Operands]], Any]] = {}
     if args.triton:

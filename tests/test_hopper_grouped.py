@@ -69,9 +69,16 @@ def test_problems_that_the_kernels_cannot_run_are_refused_with_the_reason() -> N
     assert "K contiguous" in (why_unsupported(replace(problem(), layout="NN"), None) or "")
     mx = replace(problem(), a_scaling="1x32", b_scaling="1x32")
     assert "does not multiply such a pair" in (why_unsupported(mx, None) or "")
+    wgrad = GroupedProblem(2, 8, 8, 8, "reduction", "NT", BF16, BF16, FP32, device_type="cuda")
+    assert why_unsupported(wgrad, None) is None
+    assert "one for both" in (why_unsupported(replace(wgrad, b_dtype=FP16), None) or "")
+    assert "natural order" in (why_unsupported(replace(wgrad, layout="TN"), None) or "")
+    assert "there are none" in (why_unsupported(wgrad, swapped(wgrad, 8, 64)) or "")
     assert "HopperGroupedConfig" in (why_unsupported(problem(), object()) or "")  # type: ignore[arg-type]
     mixed = GroupedProblem(2, 8, 8, 8, "rows", "TN", BF16, FP16, BF16, device_type="cuda")
-    assert "one for both" in (why_unsupported(mixed, None) or "")
+    assert "float8_e4m3fn and float8_e5m2" in (why_unsupported(mixed, None) or "")
+    assert "on a GPU yet" in (why_unsupported(replace(mixed, b_dtype=BF16), None) or "")
+    assert "on a GPU yet" in (why_unsupported(replace(problem(), bias_dtype=BF16), None) or "")
 
 
 def test_the_default_is_one_of_the_candidates_and_allowed() -> None:
@@ -82,9 +89,9 @@ def test_the_default_is_one_of_the_candidates_and_allowed() -> None:
         (1024, 1024, 64, 256),
         (3, 5, 264, 136),
     ]:
-        for layout, dtype in (("TN", E4M3), ("TN", BF16), ("NN", BF16)):
+        for split, layout, dtype in (("rows", "TN", E4M3), ("reduction", "NT", BF16)):
             scaled = {"a_scaling": "1x128", "b_scaling": "128x128"} if dtype == E4M3 else {}
-            p = GroupedProblem(G, M, N, K, "rows", layout, dtype, dtype, BF16, device_type="cuda", **scaled)  # type: ignore[arg-type]
+            p = GroupedProblem(G, M, N, K, split, layout, dtype, dtype, BF16, device_type="cuda", **scaled)  # type: ignore[arg-type]
             config, reasons = default_config(p)
             assert config in candidates(p) and why_unsupported(p, config) is None
             assert reasons
@@ -101,6 +108,8 @@ def test_kernels_compile_without_a_gpu() -> None:
     p = problem()
     for config in (swapped(p, 16, 80), rows_tile(p, 256, 128, 2)):
         assert sm90_launch.compile_kernel(sm90_launch.specialise(p, config)) is not None
+    wgrad = GroupedProblem(8, 512, 1024, 4096, "reduction", "NT", BF16, BF16, FP32, None, True, device_type="cuda")
+    assert sm90_launch.compile_kernel(sm90_launch.specialise(wgrad, default_config(wgrad)[0])) is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -139,31 +148,16 @@ def test_tiles(sizes: str, layout: str, shape: tuple[str, int, int, int]) -> Non
 
 
 @on_gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kind", ["forward", "dgrad"])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_sixteen_bit(dtype: torch.dtype, kind: str, shape: tuple[str, int, int, int]) -> None:
-    case = GroupedCase(kind, (5, 130, 0, 1, 300), 264, 200, dtype=dtype, extra=2)
-    p = case.problem("cuda")
-    config = config_of(p, shape)
-    if why_unsupported(p, config) is None:
-        run_case(case, config)
+@pytest.mark.parametrize(("N", "out_dtype"), [(264, FP32), (201, FP32), (264, FP16), (201, BF16)])
+@pytest.mark.parametrize("scaling", ["blocks", "tensor"])
+@pytest.mark.parametrize("shape", [("swapped", 16, 72, 1), ("rows", 128, 128, 1), ("rows", 256, 128, 1)], ids=str)
+def test_outputs(shape: tuple[str, int, int, int], scaling: str, N: int, out_dtype: torch.dtype) -> None:
+    case = GroupedCase("forward", (5, 130, 0, 1), N, 272, scaling=scaling, out_dtype=out_dtype, extra=1)
+    run_case(case, config_of(case.problem("cuda"), shape))
 
 
 @on_gpu
-@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("bias_dtype", [None, BF16, FP32])
-@pytest.mark.parametrize("N", [264, 201])
-@pytest.mark.parametrize("scaling", ["blocks", "tensor", None])
-def test_outputs(scaling: str | None, N: int, bias_dtype: torch.dtype | None, out_dtype: torch.dtype) -> None:
-    for sizes in ((5, 130, 0, 1), (3, 1, 2)):
-        run_case(
-            GroupedCase("forward", sizes, N, 272, scaling=scaling, out_dtype=out_dtype, bias_dtype=bias_dtype, extra=1)
-        )
-
-
-@on_gpu
-@pytest.mark.parametrize("K", [16, 136, 1000])
+@pytest.mark.parametrize("K", [16, 136, 512, 1000, 1100])
 @pytest.mark.parametrize("sizes", [(300, 300), (7, 0, 9), (0, 0), (1,)])
 def test_reductions(sizes: tuple[int, ...], K: int) -> None:
     run_case(replace(BLOCKS, sizes=sizes, K=K, sliced=True))
@@ -317,6 +311,25 @@ def test_operator_and_plain_call_agree() -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize("sizes", [[16, 3], [300, 140]])
+def test_scales_that_begin_at_no_multiple_of_16_bytes(sizes: list[int]) -> None:
+    from fourwave.testing.grouped_cases import group_scales
+
+    a, b, a_scale, b_scale, m_sizes = quantized(sizes, 256, 512)
+    shifted = torch.empty(a_scale.numel() + 1, device="cuda")[1:].view(a_scale.shape).copy_(a_scale)
+    blocks = group_scales(a_scale.cpu(), sizes).cuda()
+    shifted_blocks = torch.empty(blocks.numel() + 1, device="cuda")[1:].copy_(blocks)
+    outs = [
+        fw.grouped_gemm(
+            a, b, m_sizes, a_scale=scale, b_scale=b_scale, a_scaling="1x128", b_scaling="128x128", a_scale_layout=layout,
+            backend="hopper",
+        )
+        for scale, layout in ((a_scale, "rows"), (shifted, "rows"), (blocks, "groups"), (shifted_blocks, "groups"))
+    ]  # fmt: skip
+    assert all(torch.equal(outs[0], out) for out in outs)
+
+
+@on_gpu
 def test_explain_names_kernel_and_config() -> None:
     a, b, a_scale, b_scale, m_sizes = quantized([4, 4], 256, 256)
     told = fw.explain_grouped(
@@ -324,3 +337,24 @@ def test_explain_names_kernel_and_config() -> None:
     )
     assert "sm90_swapped.py" in str(told) and "swapped" in str(told)
     assert sm90_config.NUM_SMS == 132
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# wgrad
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("tile_n", [64, 128, 256])
+@pytest.mark.parametrize("sizes", ["odd", "last", "three", "64 random"])
+def test_wgrad_sixteen_bit(sizes: str, tile_n: int, dtype: torch.dtype) -> None:
+    case = GroupedCase("wgrad", SIZES[sizes], 200, 328, dtype=dtype, extra=3)
+    run_case(case, rows_tile(case.problem("cuda"), 128, tile_n))
+
+
+@on_gpu
+@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("K", [328, 201])
+def test_wgrad_outputs(K: int, accumulate: bool, out_dtype: torch.dtype) -> None:
+    run_case(GroupedCase("wgrad", (5, 130, 0, 1), 136, K, out_dtype=out_dtype, accumulate=accumulate, extra=1))

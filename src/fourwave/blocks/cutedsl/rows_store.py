@@ -15,24 +15,31 @@ PITCH_BYTES = CHUNK_BYTES + 16  # eight rows, four lanes each, then write to 32 
 
 @dataclass(frozen=True)
 class RowsStore:
-    """out = acc * row factor * column scale + bias, in float32, rounded once.
+    """out = acc * row factor * column scale + bias (+ out), in float32, rounded once.
 
-    vector  N, the rows of out and their starts are multiples of 16 bytes
+    vector      N, the rows of out and their starts are multiples of 16 bytes
+    accumulate  add to what out holds; then float32 goes through shared memory
     """
 
     out_dtype: type
     bias_dtype: type | None
     column_scaled: bool
     vector: bool
+    accumulate: bool = False
+
+    @property
+    def buffered(self) -> type:
+        """Type of the elements in shared memory."""
+        return Float32 if self.accumulate else self.out_dtype
 
     @property
     def columns(self) -> int:
         """Of a chunk."""
-        return CHUNK_BYTES * 8 // self.out_dtype.width
+        return CHUNK_BYTES * 8 // self.buffered.width
 
     @property
     def pitch(self) -> int:
-        return PITCH_BYTES * 8 // self.out_dtype.width
+        return PITCH_BYTES * 8 // self.buffered.width
 
     @property
     def elements(self) -> int:
@@ -51,7 +58,7 @@ class RowsStore:
         """
         lane = thread % 32
         per_chunk = ROWS * self.columns // WARPGROUP
-        wide = 128 // self.out_dtype.width  # elements of a store
+        wide = 128 // self.buffered.width  # elements of a store
         target = buffer + ((thread // 32 * 16 + lane // 4) * self.pitch + lane % 4 * 2)
         per_row = self.columns // wide  # threads
         source = buffer + (thread // per_row * self.pitch + thread % per_row * wide)
@@ -68,28 +75,43 @@ class RowsStore:
                     if cutlass.const_expr(self.bias_dtype is not None):
                         value = value + Float32(bias[n])
                     values[c] = value
-                pair = cute.make_rmem_tensor(2, self.out_dtype)
-                pair.store(values.load().to(self.out_dtype))
+                pair = cute.make_rmem_tensor(2, self.buffered)
+                pair.store(values.load().to(self.buffered))
                 pairs.append(pair)
             cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
             for v in cutlass.range_constexpr(0, per_chunk, 2):
                 place = target + (v // 2 % 2 * 8 * self.pitch + v // 4 * 8)
                 cute.autovec_copy(
-                    pairs[v // 2], cute.make_tensor(place.align(self.out_dtype.width // 4), cute.make_layout(2))
+                    pairs[v // 2], cute.make_tensor(place.align(self.buffered.width // 4), cute.make_layout(2))
                 )
             cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
             n = n0 + step * self.columns + thread % per_row * wide
             for i in cutlass.range_constexpr(ROWS * per_row // WARPGROUP):
                 row = row0 + thread // per_row + i * (WARPGROUP // per_row)
                 if row < end:
-                    words = cute.make_rmem_tensor(wide, self.out_dtype)
+                    words = cute.make_rmem_tensor(wide, self.buffered)
                     at = (source + i * (WARPGROUP // per_row) * self.pitch).align(16)
                     cute.autovec_copy(cute.make_tensor(at, cute.make_layout(wide)), words)
                     at_out = out + (row * stride + n)
                     if cutlass.const_expr(self.vector):
                         if n < N:
-                            cute.autovec_copy(words, cute.make_tensor(at_out.align(16), cute.make_layout(wide)))
+                            aligned = at_out.align(wide * self.out_dtype.width // 8)
+                            self.write(words, cute.make_tensor(aligned, cute.make_layout(wide)))
                     else:
                         for c in cutlass.range_constexpr(wide):
                             if n + c < N:
-                                at_out[c] = words[c]
+                                if cutlass.const_expr(self.accumulate):
+                                    at_out[c] = self.out_dtype(words[c] + Float32(at_out[c]))
+                                else:
+                                    at_out[c] = words[c]
+
+    @cute.jit
+    def write(self, words: cute.Tensor, target: cute.Tensor):
+        if cutlass.const_expr(self.accumulate):
+            addend = cute.make_rmem_tensor(cute.size(words), self.out_dtype)
+            cute.autovec_copy(target, addend)
+            result = cute.make_rmem_tensor(cute.size(words), self.out_dtype)
+            result.store((words.load() + addend.load().to(Float32)).to(self.out_dtype))
+            cute.autovec_copy(result, target)
+        else:
+            cute.autovec_copy(words, target)

@@ -38,13 +38,18 @@ def partition_from(loader, atom, coordinates, smem, rank, row):
 
 @dataclass(frozen=True)
 class BlockScales:
-    """Scales of one stage in shared memory: one for each of `rows` rows of a, then `cells` of b, 128 of its rows each.
+    """Scales of one stage in shared memory: one for each of `rows` rows of a (or none), then `cells` of b, 128 of its rows each.
 
     A warp copies them with cp.async and arrives at the stage's barrier when they are there, once per lane.
     """
 
     rows: int
     cells: int
+
+    @property
+    def turns(self) -> int:
+        """Rows of one lane."""
+        return -(-self.rows // groups.LANES)
 
     @property
     def pitch(self) -> int:
@@ -56,7 +61,7 @@ class BlockScales:
         """Where in the scales of a the rows of this lane begin: row0 + lane, + 32, ...; rows from `end` on take the last one's.
 
         start: the group's first row, whose scales begin at element `first`; stride: elements from row to row."""
-        places = cute.make_rmem_tensor(-(-self.rows // groups.LANES), Int32)
+        places = cute.make_rmem_tensor(max(1, self.turns), Int32)
         for i in cutlass.range_constexpr(cute.size(places)):
             row = cutlass.min(row0 + groups.LANES * i + lane, end - 1)
             places[i] = first + (row - start) * stride
@@ -69,7 +74,7 @@ class BlockScales:
     ):  # fmt: skip
         """along_a: elements to this k block's scales from those of the first; place_b: where this lane's cell's scale is."""
         base = shared + stage * self.pitch
-        for i in cutlass.range_constexpr(cute.size(places)):
+        for i in cutlass.range_constexpr(self.turns):
             if cutlass.const_expr((i + 1) * groups.LANES <= self.rows):
                 groups.copy_word(base + (groups.LANES * i + lane), scale_a + (places[i] + along_a))
             elif groups.LANES * i + lane < self.rows:

@@ -47,6 +47,7 @@ CELL = 128  # rows of b and k that share a scale
 SMEM_ALIGN = 1024
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 BEHIND = 4  # a named barrier
+QUAD = 4  # k blocks whose scales TMA brings together: 16 bytes of each row
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class GroupedGemm:
     share       CTAs of a cluster
     groups      that the table has room for, a multiple of 32
     by_group    a's scales of blocks are in blocks of groups (GroupedProblem.a_scale_layout)
+    quads       else TMA brings them, QUAD k blocks at a time; their rows begin at multiples of 16 bytes
     vector      N, rows of out and their starts are multiples of 16 bytes
     """
 
@@ -72,6 +74,7 @@ class GroupedGemm:
     a_scaling: str | None
     b_scaling: str | None
     by_group: bool
+    quads: bool
     promote: bool
     vector: bool
     overlap: bool
@@ -87,7 +90,20 @@ class GroupedGemm:
 
     @property
     def scales(self) -> BlockScales:
-        return BlockScales(HALF * self.halves, self.tile_n // self.cell_columns)
+        return BlockScales(0 if self.quads else HALF * self.halves, self.tile_n // self.cell_columns)
+
+    @property
+    def quad_slots(self) -> int:
+        """Buffers of QUAD k blocks' scales: when the producer has a stage to fill, no earlier one's scales are in its slot."""
+        return 1 + -(-(self.num_stages - 1) // QUAD)
+
+    @property
+    def quad_elements(self) -> int:
+        """Of a slot."""
+        return HALF * self.halves * QUAD
+
+    def quad_layout(self):
+        return cute.make_layout((HALF * self.halves, QUAD), stride=(QUAD, 1))
 
     @property
     def writer(self) -> RowsStore:
@@ -104,8 +120,15 @@ class GroupedGemm:
         band: tiles side by side along a group's rows that are walked through together, see tile_of."""
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
         tma_b, coordinates_b = self.loader_b.tma(self.loader_b.stack(b, N, K, G, b_stride, b_matrix))
+        tma_scale, coordinates_scale = tma_a, coordinates_a
+        if cutlass.const_expr(self.quads):
+            k_blocks = cute.assume(cute.ceil_div(K, self.loader_a.tile_k), divby=QUAD)
+            matrix = cute.make_tensor(scale_a, cute.make_layout((M, k_blocks), stride=(k_blocks, 1)))
+            tma_scale, coordinates_scale = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(), matrix, self.quad_layout(), (HALF * self.halves, QUAD)
+            )
         self.kernel(
-            tma_a, coordinates_a, tma_b, coordinates_b, out, bias, scale_a, scale_b, sizes, G, M, N, K, out_stride,
+            tma_a, coordinates_a, tma_b, coordinates_b, tma_scale, coordinates_scale, out, bias, scale_a, scale_b, sizes, G, M, N, K, out_stride,
             scale_g, scale_n, scale_k, band,
         ).launch(
             grid=(clusters * self.share, 1, 1),
@@ -119,7 +142,7 @@ class GroupedGemm:
     @cute.kernel
     def kernel(
         self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
-        out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer,
+        tma_scale: cute.CopyAtom, coordinates_scale: cute.Tensor, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer,
         G: Int32, M: Int32, N: Int32, K: Int32, out_stride: Int64, scale_g: Int32, scale_n: Int32, scale_k: Int32,
         band: Int32,
     ):  # fmt: skip
@@ -143,7 +166,10 @@ class GroupedGemm:
             scales: cute.struct.Align[
                 cute.struct.MemRange[Float32, self.num_stages * self.scales.pitch if self.blocks else 4], 16
             ]
-            out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, 2 * writer.elements], 16]
+            quads: cute.struct.Align[
+                cute.struct.MemRange[Float32, self.quad_slots * self.quad_elements if self.quads else 4], 128
+            ]
+            out: cute.struct.Align[cute.struct.MemRange[writer.buffered, 2 * writer.elements], 16]
 
         storage = SmemAllocator().allocate(Storage)
         smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
@@ -151,6 +177,7 @@ class GroupedGemm:
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
         scales = storage.scales.data_ptr()
+        quads = storage.quads.data_ptr()
         if thread == 0:
             for i in cutlass.range_constexpr(self.num_stages):
                 cute.arch.mbarrier_init(full + i, 33 if self.blocks else 1)
@@ -187,6 +214,7 @@ class GroupedGemm:
                 if cutlass.const_expr(share > 1):
                     mask_a = cutlass.Int16((1 << share) - 1)
                 write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
+                slot = Int32(0)
                 while tile < num_tiles:
                     g = groups.find(tile_end, tile, g, lane)
                     start, end = groups.start_of(row_end, g), row_end[g]
@@ -202,16 +230,40 @@ class GroupedGemm:
                     along, first, stride = Int32(1), start * k_tiles, k_tiles
                     if cutlass.const_expr(self.by_group):
                         along, stride = end - start, Int32(1)
+                    if cutlass.const_expr(self.quads):
+                        smem_quads = cute.make_tensor(
+                            quads,
+                            cute.make_layout(
+                                (HALF * halves, QUAD, self.quad_slots), stride=(QUAD, 1, self.quad_elements)
+                            ),
+                        )
+                        tiles = cute.local_tile(
+                            cute.domain_offset((row0, 0), coordinates_scale), (HALF * halves, QUAD), (None, None)
+                        )
+                        shared_scale, global_scale = cpasync.tma_partition(
+                            tma_scale, 0, cute.make_layout(1), cute.group_modes(smem_quads, 0, 2), cute.group_modes(tiles, 0, 2)
+                        )  # fmt: skip
                     places = self.scales.places(row0, end, start, stride, first, lane)
                     cell = (n_tile * self.tile_n + lane * self.cell_columns) // CELL
                     place_b = g * scale_g + cutlass.min(cell, (N - 1) // CELL) * scale_n
                     for k in cutlass.range(k_tiles, unroll=1):
                         cute.arch.mbarrier_wait(empty + write.index, write.phase)
                         barrier = full + write.index
+                        arriving = loader_a.stage_bytes * live + loader_b.stage_bytes
+                        if cutlass.const_expr(self.quads):
+                            if k % QUAD == 0:
+                                arriving += 4 * self.quad_elements
                         with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(
-                                barrier, loader_a.stage_bytes * live + loader_b.stage_bytes
-                            )
+                            cute.arch.mbarrier_arrive_and_expect_tx(barrier, arriving)
+                        if cutlass.const_expr(self.quads):
+                            if k % QUAD == 0:
+                                cute.copy(
+                                    tma_scale, global_scale[(None, 0, k // QUAD)], shared_scale[(None, slot)],
+                                    tma_bar_ptr=barrier,
+                                )  # fmt: skip
+                                slot = slot + 1
+                                if slot == self.quad_slots:
+                                    slot = Int32(0)
                         cute.copy(
                             tma_a, global_a[(None, 0, k)], shared_a[(None, write.index * halves)], tma_bar_ptr=barrier,
                             mcast_mask=mask_a,
@@ -245,7 +297,7 @@ class GroupedGemm:
             per_half = ROWS * self.tile_n // WARPGROUP
             total = cute.make_rmem_tensor(per_half * halves, Float32)
             buffer = storage.out.data_ptr() + consumer * writer.elements
-            stage, phase = Int32(0), Int32(0)
+            stage, phase, slot = Int32(0), Int32(0), Int32(0)
             while tile < num_tiles:
                 g = groups.find(tile_end, tile, g, lane)
                 start, end = groups.start_of(row_end, g), row_end[g]
@@ -257,16 +309,55 @@ class GroupedGemm:
                 total.fill(0.0)
                 if cutlass.const_expr(halves == 2):
                     if end - row0 > HALF:
-                        stage, phase = self.multiply(
-                            2, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, consumer, thread
+                        stage, phase, slot = self.multiply(
+                            2,
+                            full,
+                            empty,
+                            stage,
+                            phase,
+                            total,
+                            operand_a,
+                            operand_b,
+                            k_tiles,
+                            scales,
+                            quads,
+                            slot,
+                            consumer,
+                            thread,
                         )
                     else:
-                        stage, phase = self.multiply(
-                            1, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, consumer, thread
+                        stage, phase, slot = self.multiply(
+                            1,
+                            full,
+                            empty,
+                            stage,
+                            phase,
+                            total,
+                            operand_a,
+                            operand_b,
+                            k_tiles,
+                            scales,
+                            quads,
+                            slot,
+                            consumer,
+                            thread,
                         )
                 else:
-                    stage, phase = self.multiply(
-                        1, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, consumer, thread
+                    stage, phase, slot = self.multiply(
+                        1,
+                        full,
+                        empty,
+                        stage,
+                        phase,
+                        total,
+                        operand_a,
+                        operand_b,
+                        k_tiles,
+                        scales,
+                        quads,
+                        slot,
+                        consumer,
+                        thread,
                     )
                 alpha = Float32(1.0)
                 if cutlass.const_expr(self.a_scaling == "tensor"):
@@ -313,9 +404,11 @@ class GroupedGemm:
     @cute.jit
     def multiply(
         self, live: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, total: cute.Tensor,
-        a: cute.Tensor, b: cute.Tensor, k_tiles: Int32, scales: cute.Pointer, consumer: Int32, thread: Int32,
+        a: cute.Tensor, b: cute.Tensor, k_tiles: Int32, scales: cute.Pointer, quads: cute.Pointer, slot: Int32,
+        consumer: Int32, thread: Int32,
     ):  # fmt: skip
-        """total = a @ b of a tile's first `live` halves; returns the next stage and its phase."""
+        """total = a @ b of a tile's first `live` halves; returns the next stage, its phase and the next
+        slot of scales."""
         per_half = ROWS * self.tile_n // WARPGROUP
         # Its own: what one branch sets in it must not be seen in the other.
         mma = mma_block.tiled_mma(self.loader_a, self.loader_b, self.tile_n)
@@ -326,9 +419,10 @@ class GroupedGemm:
             behind = Int32(0)
             if k_tiles < self.num_stages:
                 behind = Int32(-1)  # never: consumer 0 could arrive for two tiles before consumer 1 waits for one
+            ready = cute.arch.mbarrier_try_wait(full + stage, phase)
             for k in cutlass.range(k_tiles, unroll=1):
-                cute.arch.mbarrier_wait(full + stage, phase)
-                self.load_factors(factors, scales, stage, live, consumer, thread)
+                if not ready:
+                    cute.arch.mbarrier_wait(full + stage, phase)
                 for half in cutlass.range_constexpr(live):
                     if cutlass.const_expr(self.halves == 2 and half == 0):
                         if k == behind:
@@ -336,6 +430,14 @@ class GroupedGemm:
                                 cute.arch.barrier(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
                     warpgroup.fence()
                     self.issue(mma, acc, a, b, stage * self.halves + half, stage, True)
+                    if cutlass.const_expr(half == 0):
+                        # While the products run: between them, what waits for shared memory would hold them up.
+                        rows, pitch = scales + stage * self.scales.pitch, 1
+                        if cutlass.const_expr(self.quads):
+                            rows, pitch = quads + (slot * self.quad_elements + k % QUAD), QUAD
+                        self.load_factors(
+                            factors, rows, pitch, scales + stage * self.scales.pitch, live, consumer, thread
+                        )
                     warpgroup.wait_group(0)
                     if cutlass.const_expr(self.halves == 2 and half == 0):
                         if k == behind:
@@ -343,8 +445,15 @@ class GroupedGemm:
                                 cute.arch.barrier_arrive(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
                     if cutlass.const_expr(half == live - 1):
                         self.release(empty + stage, thread)
+                        stage, phase = self.next(stage, phase)
+                        # Asked now, answered while the sums are added.
+                        ready = cute.arch.mbarrier_try_wait(full + stage, phase)
                     self.add(total, half * per_half, acc, factors, half)
-                stage, phase = self.next(stage, phase)
+                if cutlass.const_expr(self.quads):
+                    if k % QUAD == QUAD - 1:
+                        slot = slot + 1
+                        if slot == self.quad_slots:
+                            slot = Int32(0)
         else:
             parts = [
                 cute.make_tensor(total.iterator + half * per_half, cute.make_layout(shape)) for half in range(live)
@@ -365,27 +474,24 @@ class GroupedGemm:
                 stage, phase = self.next(stage, phase)
             warpgroup.wait_group(0)
             self.release(empty + last, thread)
-        return stage, phase
+        return stage, phase, slot
 
     @cute.jit
     def load_factors(
-        self,
-        factors: cute.Tensor,
-        scales: cute.Pointer,
-        stage: Int32,
-        live: cutlass.Constexpr,
-        consumer: Int32,
-        thread: Int32,
-    ):
-        """factors [2, live, cells]: what a thread's two rows of each half are multiplied by in each cell's columns."""
+        self, factors: cute.Tensor, rows: cute.Pointer, pitch: cutlass.Constexpr, cells: cute.Pointer, live: cutlass.Constexpr,
+        consumer: Int32, thread: Int32,
+    ):  # fmt: skip
+        """factors [2, live, cells]: what a thread's two rows of each half are multiplied by in each cell's columns.
+
+        rows    scale of the tile's first row; pitch: floats from row to row; cells: where those of b follow
+        """
         if cutlass.const_expr(self.blocks):
-            base = scales + stage * self.scales.pitch
-            own = consumer * ROWS + thread // 32 * 16 + thread % 32 // 4
+            own = rows + (consumer * ROWS + thread // 32 * 16 + thread % 32 // 4) * pitch
             for c in cutlass.range_constexpr(cute.size(factors, mode=[2])):
-                cell = (base + (HALF * self.halves + c))[0]
+                cell = (cells + (self.scales.rows + c))[0]
                 for half in cutlass.range_constexpr(live):
                     for i in cutlass.range_constexpr(2):
-                        factors[i, half, c] = (base + (half * HALF + own + 8 * i))[0] * cell
+                        factors[i, half, c] = (own + (half * HALF + 8 * i) * pitch)[0] * cell
 
     @cute.jit
     def add(

@@ -18,14 +18,15 @@ from fourwave.ops.gemm.sm90_config import (
     SMEM_BYTES,
     SWIZZLE_BYTES,
 )
-from fourwave.ops.grouped_gemm.problem import ROWS, GroupedProblem
+from fourwave.ops.grouped_gemm.problem import REDUCTION, ROWS, GroupedProblem
 
 MAX_GROUPS = 1024  # what the table in shared memory has room for
-TABLES = (32, 256, MAX_GROUPS)
+TABLES = (128, MAX_GROUPS)
 MAX_ACCUMULATORS = 192  # per thread, as in the dense kernel
 WAVE_ROWS = 128  # of the two consumer warpgroups of a "rows" tile
 STORE_PITCH = SWIZZLE_BYTES + 16  # bytes of a row in the output buffers
 _PLAIN = (None, "tensor", "row")
+_UNCHECKED = "the kernel compiles for it and has not been compared with float64 on a GPU yet"
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class HopperGroupedConfig:
     """tile_m, tile_n, tile_k: output tile of a CTA and its reduction step.
 
     schedule    "rows": a's rows ride wgmma's rows; tile_m is 128, or 256, which each consumer warpgroup takes in two halves;
-                "swapped": b's do. tile_m is then a multiple of 8 up to 128, tile_n one of 8 up to 128
+                of wgrad, 128; "swapped": b's do. tile_m is then a multiple of 8 up to 128, tile_n one of 8 up to 128
     num_stages  shared-memory buffers per operand
     cluster_n   "rows": CTAs side by side that load a's tiles for each other
     band        "rows": tiles of a group side by side, along its rows, that are walked through together (L2 reuse)
@@ -73,53 +74,70 @@ def table_groups(problem: GroupedProblem) -> int:
     return next(size for size in TABLES if size >= problem.G)
 
 
+def has_quads(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
+    """Whether TMA brings a's scales, four k blocks of each row at a time: where they lie by row, in rows of 16-byte multiples."""
+    by_row = block_scaled(problem) and problem.split == ROWS and problem.a_scale_layout == "rows"
+    return by_row and config.schedule == "rows" and -(-problem.K // 128) % 4 == 0
+
+
 def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
     width = -(-config.tile_n // 64) * 64
     stage = (config.tile_m + config.tile_n) * SWIZZLE_BYTES
     if block_scaled(problem):
-        stage += 4 * (-(-(config.tile_m + 4) // 4) * 4)
+        stage += 4 * (config.tile_m + 4)
+    if has_quads(problem, config):
+        stage += 4 * config.tile_m  # at most: a slot of four times that for four stages, and one more
     total = config.num_stages * stage + 4 * (2 * table_groups(problem) + 32) + 2 * BARRIER_BYTES
     if config.schedule == "swapped":
         return total + (width - config.tile_n) * SWIZZLE_BYTES + 4 * config.tile_m * (width + 4)
-    return total + WAVE_ROWS * STORE_PITCH
+    return total + WAVE_ROWS * STORE_PITCH + (16 * config.tile_m if has_quads(problem, config) else 0)
 
 
 def why_unsupported(problem: GroupedProblem, config: HopperGroupedConfig | None) -> str | None:
     """Why the Hopper grouped kernels cannot do this problem with this configuration (None: the default), or None."""
-    if problem.split != ROWS:
-        return "the reduction is in groups (wgrad): there is no Hopper kernel for it yet"
     if problem.b_preshuffled:
         return "b is preshuffled, an order for AMD's matrix units"
     if problem.G > MAX_GROUPS:
         return f"G={problem.G}: the kernel keeps a table of at most {MAX_GROUPS} groups"
-    pair = problem.a_scaling, problem.b_scaling
-    if pair != ("1x128", "128x128") and not (pair[0] in _PLAIN and pair[1] in _PLAIN):
-        return f"scales {pair[0]} and {pair[1]}: this kernel does not multiply such a pair"
-    if problem.a_dtype in FP8 and problem.b_dtype in FP8:
-        if problem.layout != "TN":
-            return f"layout {problem.layout} with FP8 operands: wgmma reads 8-bit operands with K contiguous only"
-    elif problem.a_dtype != problem.b_dtype or problem.a_dtype not in DTYPES or pair != (None, None):
-        return (
-            f"operands are {problem.a_dtype} and {problem.b_dtype}, scales {pair[0]} and {pair[1]}: the kernel takes bfloat16 or "
-            "float16, one for both, or float8_e4m3fn and float8_e5m2"
-        )
+    if (reason := _why_operands_unsupported(problem)) is not None:
+        return reason
     if problem.out_dtype not in OUTPUTS:
         return f"out is {problem.out_dtype}: the kernel writes float32, bfloat16 and float16"
-    if problem.bias_dtype is not None and problem.bias_dtype not in OUTPUTS:
-        return f"bias is {problem.bias_dtype}: the kernel reads float32, bfloat16 and float16"
+    if problem.bias_dtype is not None:
+        return f"bias: {_UNCHECKED}"
     for name in ("M", "N", "K"):
         if getattr(problem, name) > MAX_EXTENT:
             return f"{name}={getattr(problem, name)}: TMA coordinates are 32-bit, at most {MAX_EXTENT}"
     blocks = -(-problem.K // 128)
     if block_scaled(problem) and max(problem.M, problem.G * -(-problem.N // 128)) * blocks > MAX_EXTENT:
         return "more than 2**31 scales: the kernel numbers them with 32 bits"
-    if (problem.M // 8 + problem.G) * -(-problem.N // 8) > MAX_EXTENT:
+    most = (problem.M // 8 + problem.G) * -(-problem.N // 8)
+    if problem.split == REDUCTION:
+        most = problem.G * -(-problem.M // 128) * -(-problem.N // 64)
+    if most > MAX_EXTENT:
         return f"M={problem.M}, N={problem.N}: the kernel numbers tiles with 32 bits"
     if config is None:
         return None
     if not isinstance(config, HopperGroupedConfig):
         return f"config is a {type(config).__name__}: the Hopper grouped kernels take a HopperGroupedConfig"
     return _why_config_unsupported(problem, config)
+
+
+def _why_operands_unsupported(problem: GroupedProblem) -> str | None:
+    a, b, pair = problem.a_dtype, problem.b_dtype, (problem.a_scaling, problem.b_scaling)
+    if problem.split == REDUCTION:
+        if a != b or a not in DTYPES or pair != (None, None):
+            return f"wgrad of {a} and {b}: the kernel takes bfloat16 or float16, one for both"
+        return None if problem.layout == "NT" else "operands stored transposed: the kernel reads them in natural order"
+    if pair != ("1x128", "128x128") and not (pair[0] in _PLAIN and pair[1] in _PLAIN):
+        return f"scales {pair[0]} and {pair[1]}: this kernel does not multiply such a pair"
+    if a in FP8 and b in FP8:
+        if problem.layout != "TN":
+            return f"layout {problem.layout} with FP8 operands: wgmma reads 8-bit operands with K contiguous only"
+        return None
+    if a != b or a not in DTYPES or pair != (None, None):
+        return f"operands are {a} and {b}: the kernel takes float8_e4m3fn and float8_e5m2"
+    return f"{a} with rows in groups: {_UNCHECKED}"
 
 
 def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig) -> str | None:
@@ -134,6 +152,8 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
     if config.num_stages < 2:
         return f"num_stages={config.num_stages}: a tile is loaded while another is multiplied, so at least 2"
     if config.schedule == "swapped":
+        if problem.split == REDUCTION:
+            return "swapped tiles of a reduction in groups: there are none"
         for name in ("tile_m", "tile_n"):
             value = getattr(config, name)
             if value % 8 or value > 128:
@@ -153,6 +173,8 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             return f"tile_m={config.tile_m}: {WAVE_ROWS} or {2 * WAVE_ROWS}"
         if config.tile_n % 64 or config.tile_n > 256:
             return f"tile_n={config.tile_n}: multiples of 64 up to 256"
+        if problem.split == REDUCTION and (config.tile_m, config.cluster_n) != (WAVE_ROWS, 1):
+            return f"tile_m={config.tile_m}, cluster_n={config.cluster_n} of a reduction in groups: {WAVE_ROWS} and 1"
         if config.cluster_n not in (1, 2):
             return f"cluster_n={config.cluster_n}: 1 or 2 CTAs"
         if config.split != 1:
@@ -191,6 +213,9 @@ def rows_tile(problem: GroupedProblem, tile_m: int, tile_n: int, cluster_n: int 
 @functools.lru_cache(maxsize=4096)
 def candidates(problem: GroupedProblem) -> tuple[HopperGroupedConfig, ...]:
     """The configurations that the default is chosen from, those that this problem allows."""
+    if problem.split == REDUCTION:
+        tiles = [rows_tile(problem, WAVE_ROWS, n) for n in (256, 128, 64)]
+        return tuple(config for config in tiles if why_unsupported(problem, config) is None)
     average = -(-problem.M // min(problem.G, problem.M))
     tokens = next((tile for tile in _TOKENS if tile >= average), _TOKENS[-1])
     step = 64 if problem.layout == "NN" else 8
@@ -210,6 +235,11 @@ _SPLIT_SECONDS = 1e-6
 
 def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
     """Modelled time of the busiest cluster, were all groups equal."""
+    if problem.split == REDUCTION:
+        tiles = problem.G * -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
+        flops = 2 * config.tile_m * config.tile_n * problem.K / problem.G * problem.a_dtype.itemsize
+        efficiency = {64: 0.45, 128: 0.6}.get(config.tile_n, 0.75)
+        return -(-tiles // NUM_SMS) * (flops / (_SM_FLOPS * efficiency) + _TURN_SECONDS * (1 + config.tile_n / 64))
     used = min(problem.G, problem.M)
     rows = -(-problem.M // used)
     high = -(-rows // config.tile_m)
@@ -220,7 +250,7 @@ def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
     tile_rows = min(config.tile_m, -(-rows // WAVE_ROWS) * WAVE_ROWS) if config.schedule == "rows" else config.tile_m
     reading = config.tile_n * k_bytes / high + config.tile_m / config.cluster_n * k_bytes / 4
     multiplied = tile_rows * (-(-config.tile_n // 64) * 64) * problem.K / config.split
-    efficiency = 0.75 if config.schedule == "rows" else 0.5
+    efficiency = {128: 0.70, 256: 0.78}[config.tile_m] if config.schedule == "rows" else 0.5
     multiply = 2 * multiplied * size / (_SM_FLOPS * efficiency)
     tile = max(reading / _SM_BYTES_PER_SECOND, multiply) + _TURN_SECONDS * (1 + config.tile_m / 64)
     return turns * tile + _SPLIT_SECONDS * (config.split - 1)

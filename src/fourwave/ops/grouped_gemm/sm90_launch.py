@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 import threading
 from dataclasses import dataclass, replace
@@ -12,10 +13,11 @@ import torch
 
 from fourwave.backends import cutedsl_cache, guard
 from fourwave.ops.gemm.sm90_launch import ALIGN_BYTES, MAX_PLANS, _num_sms
-from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
+from fourwave.ops.grouped_gemm.problem import REDUCTION, GroupedProblem, GroupedTensors
 from fourwave.ops.grouped_gemm.sm90_config import (
     HopperGroupedConfig,
     default_config,
+    has_quads,
     promotes,
     table_groups,
     why_unsupported,
@@ -37,16 +39,22 @@ class GroupedSpecialisation:
     a_scaling: str | None
     b_scaling: str | None
     by_group: bool
+    quads: bool
     promote: bool
     vector: bool
+    wgrad: bool
+    accumulate: bool
 
 
-def specialise(problem: GroupedProblem, config: HopperGroupedConfig, vector: bool = True) -> GroupedSpecialisation:
-    """vector: rows of out and their starts allow stores of several elements."""
+def specialise(
+    problem: GroupedProblem, config: HopperGroupedConfig, vector: bool = True, aligned: bool = True
+) -> GroupedSpecialisation:
+    """vector: rows of out and their starts allow stores of several elements; aligned: a's scales begin at 16 bytes."""
+    quads = aligned and has_quads(problem, config)
     return GroupedSpecialisation(
         replace(config, band=1), table_groups(problem), problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype,
         problem.bias_dtype, problem.m_sizes_dtype, problem.a_scaling, problem.b_scaling, problem.a_scale_layout == "groups",
-        promotes(problem), vector,
+        quads, promotes(problem), vector, problem.split == REDUCTION, problem.accumulate,
     )  # fmt: skip
 
 
@@ -65,7 +73,7 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
 
     from fourwave.blocks.cutedsl.loaders import TmaLoader
     from fourwave.blocks.cutedsl.stacked import StackedLoader
-    from fourwave.ops.grouped_gemm import sm90, sm90_swapped
+    from fourwave.ops.grouped_gemm import sm90, sm90_swapped, sm90_wgrad
 
     types: dict[torch.dtype | None, Any] = {
         torch.float32: cutlass.Float32, torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, None: None,
@@ -87,12 +95,20 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
             out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.promote, spec.vector, config.overlap,
         )  # fmt: skip
         out_align = spec.out_dtype.itemsize * (4 if spec.vector else 1)
+    elif spec.wgrad:
+        kernel = sm90_wgrad.GroupedWgrad(
+            config.tile_n, config.num_stages, spec.groups,
+            TmaLoader(a_type, config.tile_m, config.tile_k, False, config.num_stages, 1),
+            TmaLoader(b_type, config.tile_n, config.tile_k, False, config.num_stages, 1),
+            out_type, spec.accumulate, spec.vector, config.overlap,
+        )  # fmt: skip
+        out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
     else:
         kernel = sm90.GroupedGemm(
             config.tile_m // 128, config.tile_n, config.num_stages, config.cluster_n, spec.groups,
             TmaLoader(a_type, 128, config.tile_k, True, config.num_stages * (config.tile_m // 128), config.cluster_n),
             StackedLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, 1),
-            out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.promote, spec.vector, config.overlap,
+            out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.quads, spec.promote, spec.vector, config.overlap,
         )  # fmt: skip
         out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
 
@@ -106,7 +122,7 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
     band = () if config.schedule == "swapped" else (one,)
     return cute.compile[tuple(options)](
         kernel, pointer(a_type, ALIGN_BYTES), pointer(b_type, ALIGN_BYTES), pointer(out_type, out_align),
-        pointer(bias_type or out_type), pointer(Float32), pointer(Float32), pointer(types[spec.sizes_dtype]),
+        pointer(bias_type or out_type), pointer(Float32, ALIGN_BYTES if spec.quads else None), pointer(Float32), pointer(types[spec.sizes_dtype]),
         one, one, one, one, stride, stride, stride, stride, one, one, one, one, *band, cuda.CUstream(0),
     )  # fmt: skip
 
@@ -173,10 +189,16 @@ def _executor(spec: GroupedSpecialisation) -> Any:
 
 def warm_up(problem: GroupedProblem, config: HopperGroupedConfig | None = None) -> None:
     """Have the kernel for `problem` ready, as fourwave.ops.gemm.sm90_launch.warm_up."""
+    chosen = _chosen(problem, config)
+    chunk = ALIGN_BYTES if chosen.schedule == "rows" else 4 * problem.out_dtype.itemsize
+    _executor(specialise(problem, chosen, problem.N * problem.out_dtype.itemsize % chunk == 0))
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(problem: GroupedProblem, config: HopperGroupedConfig | None) -> HopperGroupedConfig:
     if (reason := why_unsupported(problem, config)) is not None:
         raise NotImplementedError(reason)
-    chosen = config or default_config(problem)[0]
-    _executor(specialise(problem, chosen, problem.N % (8 if chosen.schedule == "rows" else 4) == 0))
+    return config or default_config(problem)[0]
 
 
 def run(problem: GroupedProblem, config: HopperGroupedConfig | None, tensors: GroupedTensors) -> list[str]:
@@ -185,15 +207,13 @@ def run(problem: GroupedProblem, config: HopperGroupedConfig | None, tensors: Gr
     Raises NotImplementedError (why_unsupported), RuntimeError when a kernel would have to be compiled while a CUDA graph is
     captured.
     """
-    if (reason := why_unsupported(problem, config)) is not None:
-        raise NotImplementedError(reason)
-    chosen = config or default_config(problem)[0]
+    chosen = _chosen(problem, config)
     notes: list[str] = []
     a, b = _aligned("a", tensors.a, notes), _aligned("b", tensors.b, notes)
     out, sizes, bias = tensors.out, tensors.m_sizes.contiguous(), tensors.bias
     scale_a, scale_b = tensors.a_scale, tensors.b_scale
     if scale_b is not None and problem.b_scaling == "row":
-        scale_b = scale_b.contiguous()
+        scale_b = scale_b.contiguous()  # of weights it may be an expanded one
     scale_strides = (0, 0, 0)
     if scale_b is not None and problem.b_scaling == "128x128":
         scale_strides = scale_b.stride()  # type: ignore[assignment]
@@ -203,20 +223,23 @@ def run(problem: GroupedProblem, config: HopperGroupedConfig | None, tensors: Gr
     elif scale_b is not None and problem.b_scaling == "tensor" and scale_b.numel() > 1:
         scale_b = scale_b.contiguous()
         scale_strides = (1, 0, 0)
-    strides = (_row_stride(a), _row_stride(b), _matrix_stride(b), _row_stride(out))
+    stacked = out if problem.split == REDUCTION else b
+    strides = (_row_stride(a), _row_stride(b), _matrix_stride(stacked), _row_stride(out))
     chunk = ALIGN_BYTES if chosen.schedule == "rows" else 4 * out.element_size()
     size = out.element_size()
-    vector = problem.N * size % chunk == 0 and (out.data_ptr() | strides[3] * size) % chunk == 0
+    apart = strides[3] * size | (strides[2] * size if stacked is out else 0)
+    vector = problem.N * size % chunk == 0 and (out.data_ptr() | apart) % chunk == 0
     device = a.device.index
     plans = _local.__dict__.get("plans")
     if plans is None:
         plans = _local.plans = {}
-    key = problem, config, device, strides, scale_strides, vector
+    aligned = scale_a is None or scale_a.data_ptr() % ALIGN_BYTES == 0
+    key = problem, config, device, strides, scale_strides, vector, aligned
     plan = plans.get(key)
     if plan is None:
         if len(plans) >= MAX_PLANS:
             plans.clear()
-        executor = _executor(specialise(problem, chosen, vector))
+        executor = _executor(specialise(problem, chosen, vector, aligned))
         values = {
             "G": problem.G, "M": problem.M, "N": problem.N, "K": problem.K, "a_stride": strides[0], "b_stride": strides[1],
             "b_matrix": strides[2], "out_stride": strides[3], "scale_g": scale_strides[0], "scale_n": scale_strides[1],
@@ -233,6 +256,8 @@ def run(problem: GroupedProblem, config: HopperGroupedConfig | None, tensors: Gr
 
 def _clusters(problem: GroupedProblem, config: HopperGroupedConfig, num_sms: int) -> int:
     """Clusters of the grid: no more than the tiles that there can be."""
+    if problem.split == REDUCTION:
+        return min(num_sms, problem.G * -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n))
     if config.cluster_size > 2:
         num_sms = num_sms * 120 // 132
     tiles = (problem.M // config.tile_m + min(problem.G, problem.M)) * -(
