@@ -90,17 +90,17 @@ REDUNDANT: tuple[Redundant, ...] = (
         "the ones that rows are multiplied with for their sums have one scale in all bytes",
     ),
     Redundant(
-        "scale one byte off",
-        "wmma.py",
-        "_scaled(ones[0], a[i], out[index], ones[1]",
-        r"gfx1250 gemm .* bias_grad",
-        "the scales of a vector of ones: all four bytes are 127",
+        "counter one higher",
+        "gfx1250.py",
+        "tdm.wait_lds()",
+        r"gfx1250 gemm .*(bf16| NN | NT )",
+        "scales are put together from bytes, or shifted, right after they are read, and that has waited for the last read",
     ),
     Redundant(
         "counter one higher",
         "gfx1250.py",
         "tdm.wait_lds()",
-        r"gfx1250 gemm ",
+        r"gfx1250 gemm mxfp[48]( x mxfp[48])? TN ",
         "the one LDS read that may stay out is the last, of scales, whose page nothing overwrites in an even step and no epilogue reaches",
     ),
 )
