@@ -142,8 +142,10 @@ class HopperBackend(Backend):
         chosen: object = config
         if config is None:
             chosen, reasons = default_config(problem)
-        swapped = getattr(chosen, "schedule", None) == "swapped"
-        kernel = f"ops/grouped_gemm/sm90{'_swapped' if swapped else ''}.py"
+        kernel = "sm90_swapped" if getattr(chosen, "schedule", None) == "swapped" else "sm90"
+        if problem.split == "reduction":
+            kernel = "sm90_wgrad"
+        kernel = f"ops/grouped_gemm/{kernel}.py"
         return Description(kernel, ARCH, chosen, list(reasons))  # type: ignore[arg-type]
 
     def run_grouped_gemm(
