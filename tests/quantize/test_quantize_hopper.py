@@ -162,6 +162,15 @@ def test_without_it_the_reason_is_told(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level("DEBUG", logger="fourwave.dispatch"):
         fw.quantize(torch.ones(2, 32), "mxfp8_e4m3")
     assert any("native; " in r.message and "not hopper: " in r.message for r in caplog.records), caplog.text
+    told = fw.explain_quantize(torch.ones(2, 32), "mxfp8_e4m3", "both", columnwise_transposed=True)
+    assert told.backend == "native" and told.kernel == "quantize/reference.py (PyTorch)"
+    assert told.rejected["hopper"] == missing and "quantize 2x32 fp32 to mxfp8_e4m3" in str(told)
+    told = fw.explain_quantize(torch.ones(2, 32), "fp8_e4m3", backend="hopper")
+    assert told.backend is None and isinstance(told.error, fw.BackendUnavailable)
+    told = fw.explain_quantize(torch.ones(0, 32), "fp8_row")
+    assert told.kernel == "nothing to launch"
+    with pytest.raises(ValueError, match="formats are"):
+        fw.explain_quantize(torch.ones(2, 32), "fp9")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("cutlass") is None, reason="CuTe DSL is not installed")

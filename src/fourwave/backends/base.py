@@ -76,6 +76,10 @@ class Backend(ABC):
         """Why this backend cannot quantize `problem`, or None."""
         return None
 
+    def quantize_kernel(self, problem: QuantizeProblem) -> str:
+        """File of what `run_quantize` would run."""
+        return "quantize/reference.py (PyTorch)"
+
     def run_quantize(
         self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None, seed: torch.Tensor | None = None
     ) -> tuple[QuantizeTensors, list[str]]:

@@ -130,6 +130,9 @@ class FlyDSLBackend(Backend):
             return f"x is on the {problem.device_type.upper()}, not on an AMD GPU"
         return amd.why_unsupported(problem, self._arch())
 
+    def quantize_kernel(self, problem: QuantizeProblem) -> str:
+        return f"quantize/{'mxfp4' if problem.quant_format.element == 'e2m1' else 'cdna'}.py"
+
     def run_quantize(
         self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None, seed: torch.Tensor | None = None
     ) -> tuple[QuantizeTensors, list[str]]:

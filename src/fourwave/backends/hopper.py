@@ -116,6 +116,9 @@ class HopperBackend(Backend):
 
         return quantize_launch.why_unsupported(problem)
 
+    def quantize_kernel(self, problem: QuantizeProblem) -> str:
+        return "quantize/sm90.py"
+
     def run_quantize(
         self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None, seed: torch.Tensor | None = None
     ) -> tuple[QuantizeTensors, list[str]]:

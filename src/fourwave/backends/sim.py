@@ -102,6 +102,9 @@ class SimBackend(Backend):
             return "the simulator takes CPU tensors only"
         return amd.why_unsupported(problem, self.arch)
 
+    def quantize_kernel(self, problem: QuantizeProblem) -> str:
+        return f"quantize/{'mxfp4' if problem.quant_format.element == 'e2m1' else 'cdna'}.py"
+
     def run_quantize(
         self, problem: QuantizeProblem, x: torch.Tensor, scale: torch.Tensor | None, seed: torch.Tensor | None = None
     ) -> tuple[QuantizeTensors, list[str]]:

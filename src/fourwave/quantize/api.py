@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from fourwave.backends import registry, select
 from fourwave.backends.base import Backend
+from fourwave.backends.explanation import Explanation, reasons_against
 from fourwave.errors import BackendUnavailable
 from fourwave.formats.scale_rules import BLOCK_RULES, MX_RULES
 from fourwave.ops.gemm.problem import FP8
@@ -70,35 +72,22 @@ def quantize(
     Raises ValueError for what the caller must change, BackendUnavailable when a backend that was asked for is not here,
     NotImplementedError when it cannot run this.
     """
-    fmt = _check(x, format, direction, scale, scale_rule, fnuz, columnwise_transposed, backend)
-    _check_random(x, fmt, direction, rounding, seed, hadamard, hadamard_seed)
-    rule = scale_rule or (MX_RULES if fmt.is_mx else BLOCK_RULES)[0]
-    if fnuz is None:
-        fnuz = not fmt.is_mx and reads_fnuz(x.device, backend)
-    rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    # One copy serves both directions unless one of them is transposed.
-    shared = fmt.one_copy and not columnwise_transposed
-    rowwise = direction != "columnwise" or shared
-    columnwise = direction != "rowwise" and not shared
-    transposed = columnwise and columnwise_transposed
-    if isinstance(seed, int):
-        seed = torch.full((), seed, dtype=torch.int64, device=x.device)
-    transforms = [hadamard_seed if hadamard in (name, "both") else None for name in ("rowwise", "columnwise")]
-    signs = [None if each is None else hadamard_signs(each) for each in transforms]
-    arguments: tuple[Any, ...] = (
+    fmt, shared, transforms, arguments = _arguments(
         x,
-        fmt.name,
-        rowwise,
-        columnwise,
-        transposed,
-        rule,
-        fnuz,
+        format,
+        direction,
         scale,
-        backend,
+        scale_rule,
+        fnuz,
+        columnwise_transposed,
+        rounding,
         seed,
-        *signs,
+        hadamard,
+        hadamard_seed,
+        backend,
     )
-    if _needs_operator(x, scale, seed):
+    transposed, seed_tensor = arguments[4], arguments[9]
+    if _needs_operator(x, scale, seed_tensor):
         data, stored, columnwise_data, columnwise_stored, amax = torch.ops.fourwave.quantize(*arguments)
     else:
         data, stored, columnwise_data, columnwise_stored, amax = _execute(*arguments)
@@ -109,7 +98,7 @@ def quantize(
     row, column = direction != "columnwise", direction != "rowwise"
     return QuantizedTensor(
         fmt,
-        (rows, columns),
+        (math.prod(x.shape[:-1]), x.shape[-1]),
         data if row else None,
         stored if row else None,
         columnwise_data if column else None,
@@ -118,6 +107,67 @@ def quantize(
         amax if fmt.scaling == "tensor" else None,
         *transforms,
     )
+
+
+def explain_quantize(x: Tensor, format: str | QuantFormat, direction: str = "rowwise", **options: Any) -> Explanation:
+    """What `quantize` would do with the same arguments, and why not something else; nothing is computed.
+
+    A call that would raise BackendUnavailable or NotImplementedError has that as `error`; ValueError is raised.
+    """
+    bound = inspect.signature(quantize).bind(x, format, direction, **options)
+    bound.apply_defaults()
+    _fmt, _shared, _transforms, arguments = _arguments(**bound.arguments)
+    _x, name, rowwise, columnwise, transposed, rule, fnuz, scale, backend, seed, *signs = arguments
+    problem = _problem(
+        x, name, rowwise, columnwise, transposed, rule, fnuz, scale is not None, seed is not None, *signs
+    )
+    spec, source = select.requested(backend)
+    asked, chosen, kernel, error = select.parse(spec)[problem.precision], None, None, None
+    rejected: dict[str, str] = {}
+    try:
+        found, passed = choose(spec, problem)
+    except (BackendUnavailable, NotImplementedError) as raised:
+        error = raised
+    else:
+        chosen, rejected = found.name, dict(passed)
+        kernel = "nothing to launch" if problem.is_empty else found.quantize_kernel(problem)
+    rejected = reasons_against(chosen, asked, rejected, lambda other: _why_not(registry.get(other), problem))
+    return Explanation(
+        problem, spec, source, chosen, kernel=kernel, rejected=rejected, error=error, operation="quantize"
+    )  # fmt: skip
+
+
+def _arguments(
+    x: Tensor,
+    format: str | QuantFormat,
+    direction: str,
+    scale: Tensor | None,
+    scale_rule: str | None,
+    fnuz: bool | None,
+    columnwise_transposed: bool,
+    rounding: str,
+    seed: int | Tensor | None,
+    hadamard: str | None,
+    hadamard_seed: int,
+    backend: str | None,
+) -> tuple[QuantFormat, bool, list[int | None], tuple[Any, ...]]:
+    """Checked: the format, whether one copy serves both directions, the transforms' seeds, and _execute's arguments."""
+    fmt = _check(x, format, direction, scale, scale_rule, fnuz, columnwise_transposed, backend)
+    _check_random(x, fmt, direction, rounding, seed, hadamard, hadamard_seed)
+    rule = scale_rule or (MX_RULES if fmt.is_mx else BLOCK_RULES)[0]
+    if fnuz is None:
+        fnuz = not fmt.is_mx and reads_fnuz(x.device, backend)
+    # One copy serves both directions unless one of them is transposed.
+    shared = fmt.one_copy and not columnwise_transposed
+    rowwise = direction != "columnwise" or shared
+    columnwise = direction != "rowwise" and not shared
+    transposed = columnwise and columnwise_transposed
+    if isinstance(seed, int):
+        seed = torch.full((), seed, dtype=torch.int64, device=x.device)
+    transforms = [hadamard_seed if hadamard in (name, "both") else None for name in ("rowwise", "columnwise")]
+    signs = [None if each is None else hadamard_signs(each) for each in transforms]
+    arguments = (x, fmt.name, rowwise, columnwise, transposed, rule, fnuz, scale, backend, seed, *signs)
+    return fmt, shared, transforms, arguments
 
 
 def _check_random(
@@ -303,17 +353,20 @@ def choose(spec: str, problem: QuantizeProblem) -> tuple[Backend, tuple[tuple[st
     rejected: list[tuple[str, str]] = []
     for name in _AUTO_ORDER if asked == select.AUTO else (asked,):
         backend = registry.get(name)
-        missing = backend.unavailable()
-        why = missing or (None if problem.is_empty else backend.why_quantize_unsupported(problem))
+        why = _why_not(backend, problem)
         if why is None:
             return backend, tuple(rejected)
         if asked != select.AUTO:
-            if missing:
+            if backend.unavailable():
                 raise BackendUnavailable(f"backend {asked!r} was asked for and cannot run here: {why}")
             raise NotImplementedError(f"backend {asked!r} was asked for and cannot quantize {problem}: {why}")
         rejected.append((name, why))
     reasons = "; ".join(f"{name}: {why}" for name, why in rejected)
     raise NotImplementedError(f"no backend can quantize {problem}. {reasons}")
+
+
+def _why_not(backend: Backend, problem: QuantizeProblem) -> str | None:
+    return backend.unavailable() or (None if problem.is_empty else backend.why_quantize_unsupported(problem))
 
 
 @torch.library.custom_op("fourwave::quantize", mutates_args=())
