@@ -1,4 +1,7 @@
-"""Copies may complete late, early or at random and waves may take turns in any order: no bit that a kernel writes may depend on it."""
+"""Copies may complete late, early or at random and waves may take turns in any order: no bit that a kernel writes may depend on it.
+
+A choice of kernels; test_faults.py does it for every one.
+"""
 
 from __future__ import annotations
 
@@ -27,21 +30,17 @@ SLOW = (
 )
 
 
-def every_kernel() -> list[Any]:
-    """A few at once, small tiles of every kind in slow tests, the rest in exhaustive ones."""
-    found = []
-    for call in (call for arch in ARCHS for call in calls(arch)):
-        name = full_name(call)
-        marks: tuple[Any, ...] = (pytest.mark.slow, pytest.mark.exhaustive)
-        if re.match(QUICK, name):
-            marks = ()
-        elif re.match(SLOW, name):
-            marks = (pytest.mark.slow,)
-        found.append(pytest.param(call, id=name, marks=marks))
-    return found
+def chosen() -> list[Any]:
+    """A few at once, small tiles of every kind in slow tests."""
+    return [
+        pytest.param(call, id=full_name(call), marks=() if re.match(QUICK, full_name(call)) else (pytest.mark.slow,))
+        for arch in ARCHS
+        for call in calls(arch)
+        if re.match(QUICK, full_name(call)) or re.match(SLOW, full_name(call))
+    ]
 
 
-@pytest.mark.parametrize("call", every_kernel())
+@pytest.mark.parametrize("call", chosen())
 def test_orders_do_not_change_a_bit(call: KernelCall) -> None:
     assert {completion for completion, _ in ORDERS} == {"late", "early", "random"}
     orders = Orders()
