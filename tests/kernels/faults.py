@@ -193,12 +193,14 @@ def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
                 findings[how.removeprefix("finding: ")] += count
         told = ", ".join(f"{kind} {count}" for kind, count in sorted(findings.items())) or "0"
         output, redundant = row["how"].get("output", 0), len(row["survivors"])
-        total.update(faults=row["faults"], findings=sum(findings.values()), output=output, redundant=redundant)
+        total.update(
+            kernels=1, faults=row["faults"], findings=sum(findings.values()), output=output, redundant=redundant
+        )
         orders = "the same" if not row["wrong"] else "differ"
         yield f"| {row['arch']} | {row['call']} | {row['faults']} | {told} | {output} | {redundant} | {orders} |"
     yield ""
     yield (
-        f"{total['faults']} faults in all: {total['findings']} caught by a finding, {total['output']} by the output, "
+        f"{total['kernels']} kernels, {total['faults']} faults in all: {total['findings']} caught by a finding, {total['output']} by the output, "
         f"{total['redundant']} redundant."
     )
 
