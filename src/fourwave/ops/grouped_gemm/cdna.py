@@ -210,7 +210,8 @@ class Work:
         scale = arguments.a_scale
         if self.problem.split == "rows":
             end = minimum(self.group.end, self.m0 + self.geo.tile_m)
-            view = matrix_view(scale, fx.Int64(0), end, self._scale_blocks(arguments.K), arguments.a_stride)
+            columns = _whole_words(self._scale_blocks(arguments.K))
+            view = matrix_view(scale, fx.Int64(0), end, columns, arguments.a_stride)
         else:
             view = self._scales_of_rows(scale, arguments.M, arguments.a_k_stride)
         return GroupedCodes(tile, view, self.geo.a, code_format(self.problem.a_dtype), self.m0, self.k_end, self.thread)
@@ -226,7 +227,8 @@ class Work:
         if self.problem.split != "rows":
             view = self._scales_of_rows(scale, arguments.N, arguments.b_k_stride)
         elif self.geo.b.k_contiguous:
-            view = matrix_view(scale, offset, arguments.N, self._scale_blocks(arguments.K), arguments.b_stride)
+            columns = _whole_words(self._scale_blocks(arguments.K))
+            view = matrix_view(scale, offset, arguments.N, columns, arguments.b_stride)
         else:
             blocks = self._scale_blocks(arguments.K)
             view = matrix_view(scale, offset, blocks, _whole_words(arguments.N), arguments.b_k_stride)
@@ -385,11 +387,42 @@ def _whole_words(columns):
 
 
 class GroupedCodes(StagedCodes):
-    """StagedCodes of the tile of codes `source`, which may be a LateTile."""
+    """StagedCodes of the tile of codes `source`, which may be a LateTile.
+
+    Where K is contiguous, scales travel as words, and the byte is chosen when they are used: single bytes would be packed where they
+    are loaded, which waits for them.
+    """
 
     def __init__(self, source, scale, image, code_format, row0, K, thread):
         super().__init__(source.tensor, scale, image, code_format, row0, K, thread)
         self.source = source
+        self.values += image.k_contiguous
+
+    def load(self, k0):
+        if not self.image.k_contiguous:
+            return super().load(k0)
+        buffer, offsets = self.source.step(k0)
+        codes = [buffer.load(offset, 4, fx.Int32) for offset in offsets]
+        # A tile's 64 k are two bytes of one word.
+        block, block_of_chunk = k0 >> 5, self.chunk >> 1
+        first = block & -4
+        used_rows = minimum(self.scale_rows - self.row0, fx.Int32(self.image.extent))
+        num_bytes = (used_rows - 1) * fx.Int32(self.scale_row_bytes) + self.scale_columns - first
+        base = fx.Int64(self.row0) * self.scale_row_bytes + fx.Int64(first)
+        scales = Buffer(self.scale, base, select(k0 < self.K, num_bytes, 0))
+        inside = self.chunk * CHUNK_BYTES < self.K - k0
+        words = [
+            scales.load(select(inside, offset - block_of_chunk, OUT_OF_RANGE), 1, fx.Int32)
+            for offset in self.scale_offsets
+        ]
+        return [*codes, *words, fx.Vector.filled(1, ((block & 3) + block_of_chunk) * 8, fx.Int32)]
+
+    def store(self, values, lds, stage_offset):
+        if self.image.k_contiguous:
+            *values, shift = values
+            words = [fx.Int32(fx.Uint32(word[0]) >> fx.Uint32(shift[0])) for word in values[self.tile.loads :]]
+            values = [*values[: self.tile.loads], *(fx.Vector.filled(1, word, fx.Int32) for word in words)]
+        super().store(values, lds, stage_offset)
 
 
 class LateTile(GlobalTile):
