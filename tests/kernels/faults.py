@@ -191,7 +191,7 @@ def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         for how, count in row["how"].items():
             if how.startswith("finding: "):
                 findings[how.removeprefix("finding: ")] += count
-        told = ", ".join(f"{kind} {count}" for kind, count in sorted(findings.items())) or "0"
+        told = "; ".join(f"{kind}: {count}" for kind, count in sorted(findings.items())) or "0"
         output, redundant = row["how"].get("output", 0), len(row["survivors"])
         total.update(
             kernels=1, faults=row["faults"], findings=sum(findings.values()), output=output, redundant=redundant
