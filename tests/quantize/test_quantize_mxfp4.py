@@ -11,7 +11,7 @@ from quantize_launches import kernels, launch, problems
 from test_quantize_kernels import Guarded, quantized
 
 import fourwave as fw
-from fourwave import sim
+from fourwave import sim, te
 from fourwave.formats import decode
 from fourwave.formats.element import E2M1
 from fourwave.quantize import amd
@@ -186,6 +186,33 @@ def test_products_of_transformed_operands(layout: str) -> None:
     for seeds in ((3, 4), (None, 3), (3, None)):
         with pytest.raises(ValueError, match="cancels in a product only where both"):
             fw.gemm(*operands(*seeds), **layouts)
+
+
+def test_bias_grad_of_transformed_values_is_refused() -> None:
+    """Product and preactivation are of untransformed values; the sum of a's codes would be of transformed ones."""
+    a, b = (
+        fw.quantize(matrix(64, n, FP32, seed=n), "mxfp4", "both", hadamard="columnwise", hadamard_seed=9, backend="native")
+        for n in (48, 80)
+    )  # fmt: skip
+    z, bias_grad = torch.empty(48, 80), torch.full((48,), 7.0)
+    wgrad: dict[str, Any] = {"trans_a": True, "trans_b": False, "backend": "native"}
+    for call in (fw.gemm, fw.explain):
+        with pytest.raises(ValueError, match=r"bias_grad sums a's values.*hadamard_seed=9"):
+            call(a, b, bias_grad=bias_grad, **wgrad)
+    with pytest.raises(ValueError, match=r"sums B's values.*hadamard_seed=9"):
+        te.general_gemm(b, a, FP32, layout="NT", grad=True, bias=torch.empty(48))
+    assert (bias_grad == 7).all()
+    product = fw.gemm(a, b, preactivation=z, activation="relu", out_dtype=FP32, **wgrad)
+    da, db = (t.dequantize(torch.float64, direction="columnwise") for t in (a, b))
+    assert ((z.double() - da.mT @ db).abs() <= 2.0**-18 * (da.abs().mT @ db.abs())).all()
+    assert torch.equal(product, z.relu())
+    assert torch.equal(te.general_gemm(b, a, FP32, layout="NT", grad=True)[0].relu(), product)
+    # The sum of the other direction's values, which were not transformed, is right.
+    plain = fw.quantize(matrix(64, 48, FP32, seed=48), "mxfp4", "columnwise", backend="native")
+    other = fw.quantize(matrix(64, 80, FP32, seed=80), "mxfp4", "columnwise", backend="native")
+    fw.gemm(plain, other, bias_grad=bias_grad, **wgrad)
+    right = plain.dequantize(torch.float64)
+    assert ((bias_grad.double() - right.sum(0)).abs() <= 2.0**-18 * right.abs().sum(0)).all()
 
 
 def test_products_that_do_not_know_the_transform_refuse_it():

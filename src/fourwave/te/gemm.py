@@ -75,6 +75,11 @@ def general_gemm(
             return _activation_backward(gelu_in.float(), dh, "gelu_tanh").to(dtype), None, None, None
         if bias is None or layout != "NT":
             return gemm(B, A, **options), None, None, None
+        if isinstance(B, QuantizedTensor) and (seed := B.hadamard("columnwise")) is not None:
+            raise ValueError(
+                f"the bias gradient sums B's values, which went through a random Hadamard transform (hadamard_seed={seed}): leave "
+                "bias away and sum the tensor that B was quantized from"
+            )
         bias_grad = torch.zeros(B.shape[-1], dtype=bias.dtype, device=B.device)
         return gemm(B, A, bias_grad=bias_grad, **options), bias_grad, None, None
 

@@ -89,7 +89,8 @@ def gemm(
     out         written and returned: [..., N], or [M, N] with trans_a. Any strides that do not map two elements to one
                 place; nothing that is written may share memory with anything else
     preactivation  [..., N] float32, bfloat16 or float16, any strides: written with alpha * op(a) @ op(b) + bias
-    bias_grad   [M] float32, bfloat16 or float16, contiguous, with trans_a: written with the sum of a over K, in float32
+    bias_grad   [M] float32, bfloat16 or float16, contiguous, with trans_a: written with the sum of a over K, in float32. Not of
+                an a that went through a Hadamard transform
     out_format  quantize the float32 result instead of rounding it, by the rules of `fw.quantize`: "fp8_e4m3", "fp8_e5m2" (with
                 the given scale; amax is returned), "mxfp8_e4m3" or "mxfp8_e5m2"
     out_scale   float32, one element: the scale for "fp8_e4m3" and "fp8_e5m2"
@@ -203,6 +204,11 @@ def _arguments(
         if isinstance(a, QuantizedTensor):
             a_scaling = a.format.scaling
             a, a_scale, k_last = a.operand(directions[0], hadamard=transform)
+            if bias_grad is not None and reduced[0] and transform is not None:
+                raise ValueError(
+                    f"bias_grad sums a's values over K, and a's columnwise values went through a random Hadamard transform "
+                    f"(hadamard_seed={transform}), which cancels in the product only: sum the tensor that a was quantized from"
+                )
             if bias_grad is not None and reduced[0] and k_last:
                 raise ValueError("bias_grad needs a's columnwise codes in natural order; these are stored transposed")
             trans_a = not k_last
