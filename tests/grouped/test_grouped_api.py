@@ -219,9 +219,11 @@ def test_strided_operands_and_results() -> None:
 
 def test_preshuffled_cannot_be_read_transposed() -> None:
     with pytest.raises(ValueError, match="trans_b=False"):
-        fw.grouped_gemm(torch.zeros(1, 1), Preshuffled(torch.zeros(1)), torch.zeros(1), trans_b=False)
+        fw.grouped_gemm(
+            torch.zeros(1, 1), Preshuffled(torch.zeros(16, 64).to(torch.float8_e5m2)), torch.zeros(1), trans_b=False
+        )
     with pytest.raises(ValueError, match="multiple of 16"):
-        fw.preshuffle(torch.zeros(8, 64, dtype=torch.uint8))
+        fw.preshuffle(torch.zeros(8, 64).to(torch.float8_e5m2))
 
 
 NO_SIM = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")

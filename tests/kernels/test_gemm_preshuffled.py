@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,6 +191,90 @@ def test_preshuffled_weights_are_a_copy() -> None:
         w.data.data.view(torch.uint8).zero_()
         w.scale.view(torch.uint8).fill_(1)
         assert torch.equal(fw.gemm(x, shuffled, backend="native"), before)
+
+
+@pytest.mark.parametrize("blocks", [4, 16, 17])
+def test_scales_of_preshuffled_mxfp8_are_one_copy(blocks: int) -> None:
+    """What is changed in one place is read by gemm, grouped_gemm, unshuffle and dequantize alike; unshuffle's result is apart."""
+    w = fw.quantize(torch.randn(64, 64 * blocks), "mxfp8_e4m3")
+    x = fw.quantize(torch.randn(8, 64 * blocks), "mxfp8_e4m3")
+    shuffled, sizes = fw.preshuffle(w), torch.tensor([8])
+    assert isinstance(shuffled.weights, QuantizedTensor)
+    scale, packed = shuffled.weights.scale, shuffled.packed_scale
+    assert scale is not None and packed is not None and w.scale is not None
+    apart = shuffled.unshuffle()
+    assert isinstance(apart, QuantizedTensor) and apart.scale is not None and apart.scale.is_contiguous()
+    right = fw.gemm(x, w, backend="native")
+    for changed in (scale, packed[:, : 2 * blocks]):
+        changed.view(torch.uint8).add_(1)
+        right = 2 * right
+        for got in (
+            fw.gemm(x, shuffled, backend="native"),
+            fw.grouped_gemm(x, shuffled, sizes, backend="native"),
+            fw.gemm(x, shuffled.unshuffle(), backend="native"),
+        ):
+            assert torch.equal(got, right)
+    assert not packed[:, 2 * blocks :].view(torch.uint8).any()
+    assert torch.equal(apart.dequantize(), w.dequantize())
+    apart.scale.view(torch.uint8).zero_()
+    assert torch.equal(fw.gemm(x, shuffled, backend="native"), right)
+
+
+def test_preshuffled_as_an_object(tmp_path: Path) -> None:
+    """Shape, device and copies, torch.save; what is loaded or made by hand is checked."""
+    plain = torch.randn(3, 32, 64).to(torch.float8_e5m2)
+    ones = [fw.preshuffle(fw.quantize(torch.randn(32, 192), name)) for name in ("fp8_e4m3", "fp8_row", "mxfp8_e4m3")]
+    for one in (fw.preshuffle(plain), *ones):
+        torch.save({"w": one}, tmp_path / "w.pt")
+        for other in (torch.load(tmp_path / "w.pt", weights_only=True)["w"], copy.deepcopy(one), one.to("cpu")):
+            assert isinstance(other, Preshuffled) and (other.shape, other.device) == (one.shape, one.device)
+            assert torch.equal(other.data.view(torch.uint8), one.data.view(torch.uint8))
+            if isinstance(one.weights, QuantizedTensor):
+                a, b = other.unshuffle(), one.unshuffle()
+                assert isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)
+                assert torch.equal(a.dequantize(), b.dequantize())
+            assert (other.packed_scale is None) == (one.packed_scale is None)
+        assert str(list(one.shape)) in repr(one) and len(repr(one)) < 120
+        assert one.to("meta").device == torch.device("meta")
+        with pytest.raises(ValueError, match="type of their codes"):
+            one.to(torch.bfloat16)  # type: ignore[arg-type]
+    assert fw.preshuffle(plain).shape == (3, 32, 64) and ones[0].shape == (32, 192)
+    assert isinstance(ones[2].weights, QuantizedTensor)
+    by_hand = Preshuffled(ones[2].weights)
+    assert by_hand.packed_scale is not None and by_hand.packed_scale.shape == (32, 16)
+    for wrong in (torch.zeros(32, 64), torch.zeros(24, 64).to(torch.float8_e5m2), None):
+        with pytest.raises(ValueError):
+            Preshuffled(wrong)  # type: ignore[arg-type]
+
+
+def test_what_preshuffle_refuses() -> None:
+    w = torch.randn(32, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="preshuffled already"):
+        fw.preshuffle(fw.preshuffle(w))  # type: ignore[arg-type]
+    for given, text in ((None, "w is of None"), ([w], "w is of type list")):
+        with pytest.raises(ValueError, match=text):
+            fw.preshuffle(given)  # type: ignore[arg-type]
+    for dtype in (torch.uint8, torch.int8, torch.bool, torch.float8_e8m0fnu, torch.bfloat16):
+        with pytest.raises(ValueError, match=f"weights are {dtype}; .*float8_e4m3fn"):
+            fw.preshuffle(torch.ones(32, 64).to(dtype))
+    with pytest.raises(ValueError, match="8-bit rowwise codes"):
+        fw.preshuffle(fw.quantize(torch.randn(32, 64), "mxfp4"))
+    scale = torch.ones(32, requires_grad=True)
+    for wanting in (w.clone().requires_grad_(), QuantizedTensor.from_codes("fp8_row", w, scale)):
+        with pytest.raises(ValueError, match="requires grad"):
+            fw.preshuffle(wanting)
+        with torch.no_grad():
+            shuffled = fw.preshuffle(wanting)
+        assert not shuffled.data.requires_grad
+        if isinstance(shuffled.weights, QuantizedTensor):
+            assert shuffled.weights.scale is not None and not shuffled.weights.scale.requires_grad
+
+
+def test_a_repeated_element_becomes_a_copy() -> None:
+    w = torch.zeros(1).to(torch.float8_e4m3fn)
+    shuffled = fw.preshuffle(w.expand(32, 64))
+    w.fill_(3)
+    assert not shuffled.data.float().any()
 
 
 @pytest.mark.parametrize("operands", list(OPERANDS))

@@ -7,10 +7,12 @@ order is that of MSLK's `preshuffle_b_mfma`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
+from fourwave.ops.gemm.problem import FLOAT8
 from fourwave.quantize.tensor import QuantizedTensor
 
 ROWS, K_BLOCK, K_LANES, K_PACK = 16, 64, 4, 16
@@ -18,40 +20,85 @@ ROWS, K_BLOCK, K_LANES, K_PACK = 16, 64, 4, 16
 
 @dataclass(frozen=True, eq=False)
 class Preshuffled:
-    """Weights in preshuffled order, made by `preshuffle`: a copy of what it was given, with the codes reordered.
+    """8-bit floating-point weights in preshuffled order, made by `preshuffle`: a copy of what it was given, with the codes reordered.
 
+    weights         codes [N, K] or [G, N, K], or a QuantizedTensor of rowwise codes. Scales "1x32" are a view of packed_scale, so
+                    what changes one changes both
     packed_scale    scales "1x32" [N, K / 32] in rows of whole chunks of 16, zeros behind the last block, as `gemm` reads them
     """
 
     weights: torch.Tensor | QuantizedTensor
-    packed_scale: torch.Tensor | None = None
+    packed_scale: torch.Tensor | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        weights = self.weights
+        if not isinstance(weights, (torch.Tensor, QuantizedTensor)):
+            raise ValueError(f"Preshuffled of {_told(weights)}; its weights are a tensor or a QuantizedTensor")
+        _checked(_codes(weights))
+        if isinstance(weights, QuantizedTensor) and weights.format.is_mx:
+            assert weights.scale is not None
+            packed = _packed(weights.scale)
+            object.__setattr__(self, "packed_scale", packed)
+            object.__setattr__(self, "weights", replace(weights, scale=packed[:, : weights.scale.shape[1]]))
+
+    def __repr__(self) -> str:
+        what = repr(self.weights)
+        if isinstance(self.weights, torch.Tensor):
+            what = f"{list(self.shape)} {self.data.dtype}, on {self.device}"
+        return f"Preshuffled({what})"
 
     @property
     def data(self) -> torch.Tensor:
-        if isinstance(self.weights, QuantizedTensor):
-            assert self.weights.data is not None
-            return self.weights.data
-        return self.weights
+        """The codes, reordered."""
+        return _codes(self.weights)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weights in plain order."""
+        return tuple(self.weights.shape)
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Preshuffled:
+        """The same weights on another device."""
+        if isinstance(device, torch.dtype):
+            raise ValueError(
+                f"to({device}): preshuffled weights have the type of their codes; unshuffle() gives plain weights"
+            )
+        return Preshuffled(self.weights.to(device, non_blocking=non_blocking))
 
     def unshuffle(self) -> torch.Tensor | QuantizedTensor:
-        """A copy in plain order: the inverse of `preshuffle`."""
+        """A copy in plain order, scales included: the inverse of `preshuffle`."""
         if isinstance(self.weights, QuantizedTensor):
-            return replace(self.weights, data=unshuffle(self.data))
+            return _copied(self.weights, unshuffle(self.data))
         return unshuffle(self.weights)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For torch.save; torch.load(weights_only=True) takes it once fourwave is imported. What is loaded is checked."""
+        return _loaded_preshuffled, (self.weights,)
+
+
+def _loaded_preshuffled(weights: torch.Tensor | QuantizedTensor) -> Preshuffled:
+    return Preshuffled(weights)
+
+
+torch.serialization.add_safe_globals([_loaded_preshuffled])
 
 
 def shuffle(t: torch.Tensor) -> torch.Tensor:
     """t [..., N, K], an 8-bit dtype, reordered: a new tensor of the same shape."""
     lead, (n, k) = _checked(t)
     blocks = t.reshape(*lead, n // ROWS, ROWS, k // K_BLOCK, K_LANES, K_PACK)
-    return blocks.transpose(-4, -3).transpose(-3, -2).reshape(t.shape)
+    return blocks.transpose(-4, -3).transpose(-3, -2).reshape(t.shape).contiguous()
 
 
 def unshuffle(t: torch.Tensor) -> torch.Tensor:
     """Inverse of shuffle."""
     lead, (n, k) = _checked(t)
     blocks = t.reshape(*lead, n // ROWS, k // K_BLOCK, K_LANES, ROWS, K_PACK)
-    return blocks.transpose(-3, -2).transpose(-4, -3).reshape(t.shape)
+    return blocks.transpose(-3, -2).transpose(-4, -3).reshape(t.shape).contiguous()
 
 
 def check_shuffled(t: torch.Tensor) -> None:
@@ -68,24 +115,57 @@ def _checked(t: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, int]]:
     return tuple(t.shape[:-2]), (n, k)
 
 
+def _codes(weights: torch.Tensor | QuantizedTensor) -> torch.Tensor:
+    """Codes that can be multiplied, or ValueError."""
+    codes = weights
+    if isinstance(weights, QuantizedTensor):
+        if weights.data is None or weights.format.element == "e2m1":
+            raise ValueError(
+                f"preshuffled weights have 8-bit rowwise codes; this {weights.format.name} tensor has none"
+            )
+        codes = weights.data
+    assert isinstance(codes, torch.Tensor)
+    if codes.dtype not in FLOAT8:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT8)
+        raise ValueError(
+            f"weights are {codes.dtype}; preshuffled weights are 8-bit floats ({known}) or a QuantizedTensor of them"
+        )
+    return codes
+
+
+def _told(given: object) -> str:
+    return "None" if given is None else f"type {type(given).__name__}"
+
+
 def preshuffle(w: torch.Tensor | QuantizedTensor) -> Preshuffled:
-    """Weights w for b of `gemm` ([N, K] or a rowwise QuantizedTensor) or `grouped_gemm` (also [G, N, K]), reordered once. 8-bit
-    codes only.
+    """Weights w for b of `gemm` ([N, K] or a rowwise QuantizedTensor) or `grouped_gemm` (also [G, N, K]), reordered once: 8-bit
+    floats only.
 
     The product has the same bits as that of the weights in plain order. The result is a copy, scales included: it does not
-    see later changes of w. Raises ValueError where N is no multiple of 16 or K none of 64.
+    see later changes of w. Raises ValueError where N is no multiple of 16 or K none of 64, where w is no such weights, and where
+    codes or scales require grad outside torch.no_grad(), as no gradient is recorded.
     """
-    if not isinstance(w, QuantizedTensor):
-        return Preshuffled(shuffle(w))
-    if w.data is None or w.data.dtype == torch.uint8:
-        raise ValueError(f"preshuffled weights have 8-bit rowwise codes; this {w.format.name} tensor has none")
+    if isinstance(w, Preshuffled):
+        raise ValueError("w is preshuffled already; its unshuffle() gives plain weights")
+    if not isinstance(w, (torch.Tensor, QuantizedTensor)):
+        raise ValueError(f"w is of {_told(w)}; weights are an 8-bit tensor or a QuantizedTensor")
+    tensors = (w.data, w.scale) if isinstance(w, QuantizedTensor) else (w,)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise ValueError(
+            "w requires grad, and preshuffle records no gradient: use it under torch.no_grad(), or detach w"
+        )
+    with torch.no_grad():
+        codes = shuffle(_codes(w))
+        return Preshuffled(_copied(w, codes) if isinstance(w, QuantizedTensor) else codes)
+
+
+def _copied(w: QuantizedTensor, codes: torch.Tensor) -> QuantizedTensor:
+    """A rowwise tensor of these codes, with copies of w's scales and amax."""
     assert w.scale is not None
-    packed = _packed(w.scale) if w.format.is_mx else None
-    plain = replace(
-        w, data=shuffle(w.data), scale=w.scale.clone(), columnwise_data=None, columnwise_scale=None,
-        columnwise_transposed=False,
+    return replace(
+        w, data=codes, scale=w.scale.clone(memory_format=torch.contiguous_format), columnwise_data=None, columnwise_scale=None,
+        columnwise_transposed=False, amax=None if w.amax is None else w.amax.clone(),
     )  # fmt: skip
-    return Preshuffled(plain, packed)
 
 
 def _packed(scale: torch.Tensor) -> torch.Tensor:
