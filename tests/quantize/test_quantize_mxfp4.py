@@ -188,6 +188,17 @@ def test_products_of_transformed_operands(layout: str) -> None:
             fw.gemm(*operands(*seeds), **layouts)
 
 
+def test_sums_of_the_transform_overflow_from_2_to_the_124() -> None:
+    """16 equal magnitudes with the signs' own signs: all of their sum is in one element."""
+    ones = torch.tensor([[1.0 - 2 * (hadamard_signs(5) >> i & 1) for i in range(16)] * 4])
+    for exponent, finite in ((123.0, True), (124.0, False)):
+        x = torch.cat((ones[:, :32] * 2.0**exponent, ones[:, 32:]), 1)
+        q = fw.quantize(x, "mxfp4", hadamard="rowwise", hadamard_seed=5, backend="native")
+        values = q.dequantize(torch.float64)
+        assert bool(values[:, :32].isfinite().all()) is finite and bool(values[:, :32].isnan().all()) is not finite
+        assert torch.equal(values[:, 32:], ones[:, 32:].double())
+
+
 def test_bias_grad_of_transformed_values_is_refused() -> None:
     """Product and preactivation are of untransformed values; the sum of a's codes would be of transformed ones."""
     a, b = (

@@ -65,7 +65,7 @@ def parse(spec: str) -> dict[str, str]:
 class use_backend:  # a function to its callers, hence the name
     """Choose the backend of calls that name none: ``fw.use_backend("native")``, or ``with fw.use_backend("sim"): ...``.
 
-    spec  "auto", "native", "flydsl", "sim", "sim:gfx942", "sim:gfx950", or one per precision as in
+    spec  "auto", "native", "flydsl", "hopper", "sim", "sim:gfx942", "sim:gfx950", "sim:gfx1250", or one per precision as in
           "bf16=sim,fp32=native"; None returns to FOURWAVE_BACKEND
 
     As a plain call it holds until the next one; as a context manager until the block ends, when the previous choice

@@ -98,8 +98,8 @@ def gemm(
     batch_invariant  a row of out has the same bits whatever M and the other rows are
     fast_accum  allow the matrix unit's own accumulation where it is less exact than float32 (8-bit floats on Hopper)
     config      the kernel's tunables; default the backend's choice
-    backend     "auto", "native", "flydsl", "hopper", "sim", "sim:gfx942", "sim:gfx950"; default what `use_backend`
-                or FOURWAVE_BACKEND says, else "auto"
+    backend     "auto", "native", "flydsl", "hopper", "sim" (sim:gfx950), "sim:gfx942", "sim:gfx950",
+                "sim:gfx1250"; default what `use_backend` or FOURWAVE_BACKEND says, else "auto"
     returns     [..., N], or [M, N] with trans_a ([..., N / 2] for swiglu); contiguous unless `out` is given. With out_format a
                 QuantizedTensor of two dimensions
 
