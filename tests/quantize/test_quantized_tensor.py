@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,6 +53,66 @@ def test_what_is_loaded_is_checked() -> None:
     file.seek(0)
     with pytest.raises(ValueError, match="scale"):
         torch.load(file, weights_only=True)
+
+
+class Written:
+    """Saved as a QuantizedTensor of these parts would be."""
+
+    def __init__(self, q: QuantizedTensor, **changes: Any) -> None:
+        function, parts = q.__reduce__()
+        names = ("format", *FIELDS, "transposed", "row_hadamard", "column_hadamard")
+        self.reduced = function, tuple((dict(zip(names, parts, strict=True)) | changes).values())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "text"),
+    [
+        ("mxfp4", {"row_hadamard": -3}, "rowwise hadamard seed is -3"),
+        ("mxfp4", {"column_hadamard": 2**80}, "columnwise hadamard seed is 12089"),
+        ("mxfp4", {"row_hadamard": "x"}, "rowwise hadamard seed is 'x'"),
+        ("mxfp4", {"row_hadamard": True}, "rowwise hadamard seed is True"),
+        ("mxfp8_e4m3", {"row_hadamard": 5}, "only mxfp4"),
+        ("mxfp4", {"columnwise_data": None, "columnwise_scale": None, "column_hadamard": 5}, "codes of that direction"),
+        ("mxfp4", {"amax": "evil"}, "amax is of type str"),
+        ("mxfp4", {"amax": torch.zeros(3, 3)}, r"amax is \(3, 3\)"),
+        ("mxfp4", {"amax": torch.zeros((), dtype=torch.int64)}, "amax is .*int64"),
+        ("mxfp4", {"data": "x"}, "data is of type str"),
+        ("mxfp4", {"scale": torch.zeros(2, 2).to_sparse()}, "scale is torch.sparse_coo"),
+        ("mxfp4", {"transposed": 7}, "columnwise_transposed is 7"),
+        ("mxfp4", {"format": ["a"]}, r"format \['a'\]"),
+        ("mxfp4", {"format": None}, "format None"),
+    ],
+)
+def test_every_part_of_what_is_loaded_is_checked(name: str, changes: dict[str, Any], text: str) -> None:
+    file = io.BytesIO()
+    torch.save(Written(made(name, rows=64), **changes), file)
+    file.seek(0)
+    with pytest.raises(ValueError, match=text):
+        torch.load(file, weights_only=True)
+
+
+def test_seeds_of_sizes_that_have_no_transform_are_not_loaded() -> None:
+    file = io.BytesIO()
+    torch.save(Written(fw.quantize(torch.randn(4, 34), "mxfp4"), row_hadamard=5), file)
+    file.seek(0)
+    with pytest.raises(ValueError, match="a multiple of 16"):
+        torch.load(file, weights_only=True)
+
+
+def test_codes_of_another_type_or_device_are_refused() -> None:
+    q = made("fp8_row", rows=64)
+    with pytest.raises(ValueError, match="data is of type str"):
+        QuantizedTensor.from_codes("fp8_row", "x", "y")  # type: ignore[arg-type]
+    assert q.columnwise_data is not None and q.columnwise_scale is not None
+    with pytest.raises(ValueError, match="data is on cpu and columnwise_data on meta"):
+        QuantizedTensor.from_codes(
+            "fp8_row", q.data, q.scale, q.columnwise_data.to("meta"), q.columnwise_scale.to("meta")
+        )
+    amax = torch.ones(1)
+    assert QuantizedTensor.from_codes("fp8_row", q.data, q.scale, amax=amax).amax.shape == ()  # type: ignore[union-attr]
 
 
 def test_hadamard_seeds_are_kept() -> None:

@@ -11,7 +11,7 @@ import torch
 from fourwave import formats
 from fourwave.formats.element import ElementFormat
 from fourwave.formats.scaling import expand_scale, scale_shape
-from fourwave.quantize.random import hadamard_signs, inverse_hadamard
+from fourwave.quantize.random import HADAMARD, hadamard_signs, inverse_hadamard
 
 Tensor = torch.Tensor
 
@@ -120,9 +120,18 @@ class QuantizedTensor:
         Codes may be fnuz; MX scales may be uint8; scales of another layout in memory are copied. The codes are not looked at.
         Raises ValueError, naming what came and what fits, for anything else.
         """
-        fmt = FORMATS.get(format)
+        fmt = FORMATS.get(format) if isinstance(format, str) else None
         if fmt is None:
             raise ValueError(f"format {format!r}: the formats are {', '.join(FORMATS)}")
+        for name, t in (
+            ("data", data), ("scale", scale), ("columnwise_data", columnwise_data), ("columnwise_scale", columnwise_scale),
+            ("amax", amax),
+        ):  # fmt: skip
+            if t is not None and (not isinstance(t, Tensor) or t.layout is not torch.strided):
+                told = t.layout if isinstance(t, Tensor) else f"of type {type(t).__name__}"
+                raise ValueError(f"{name} is {told}; it must be a strided tensor or None")
+        if not isinstance(columnwise_transposed, bool):
+            raise ValueError(f"columnwise_transposed is {columnwise_transposed!r}; it must be True or False")
         if data is None and columnwise_data is None:
             raise ValueError("neither data nor columnwise_data was given")
         shape: tuple[int, int] | None = None
@@ -146,6 +155,15 @@ class QuantizedTensor:
             raise ValueError(
                 f"data is {data.dtype} and columnwise_data {columnwise_data.dtype}; both must be one format"
             )
+        if data is not None and columnwise_data is not None and data.device != columnwise_data.device:
+            raise ValueError(f"data is on {data.device} and columnwise_data on {columnwise_data.device}")
+        codes = data if data is not None else columnwise_data
+        assert codes is not None
+        if amax is not None and (amax.numel() != 1 or amax.dtype != torch.float32 or amax.device != codes.device):
+            raise ValueError(
+                f"amax is {tuple(amax.shape)} {amax.dtype} on {amax.device}; it must be float32, one element, on {codes.device}"
+            )
+        amax = None if amax is None else amax.reshape(())
         transposed = columnwise_transposed and columnwise_data is not None
         return cls(fmt, shape, pairs[0], pairs[1], pairs[2], pairs[3], transposed, amax)
 
@@ -325,6 +343,18 @@ def _loaded(
     q = QuantizedTensor.from_codes(
         name, data, scale, columnwise_data, columnwise_scale, columnwise_transposed=transposed, amax=amax
     )
+    for direction, seed, size in (("rowwise", row_hadamard, q.shape[1]), ("columnwise", column_hadamard, q.shape[0])):
+        if seed is None:
+            continue
+        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
+            raise ValueError(
+                f"the {direction} hadamard seed is {seed!r}; it must be an int from 0 to 2^63 - 1, or None"
+            )
+        if q.format.element != "e2m1" or not q.has(direction) or size % HADAMARD:
+            raise ValueError(
+                f"{q} has a {direction} hadamard seed: only mxfp4 codes of that direction have one, of a size that is a multiple "
+                f"of {HADAMARD}"
+            )
     return replace(q, row_hadamard=row_hadamard, column_hadamard=column_hadamard)
 
 
