@@ -178,14 +178,14 @@ def _program(
     for v, t in zip("abcst"[: 5 if scaled else 3], types):
         stride = t.replace("vector", "!llvm.array").replace("x", " x ")  # a vector's would be a power of two
         body += f"""%{v}p = llvm.getelementptr %{v}in[%tid] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, {stride}
-          %{v} = llvm.load %{v}p : !llvm.ptr<1> -> {t}\n"""
+          %{v} = llvm.load %{v}p {{alignment = 4 : i64}} : !llvm.ptr<1> -> {t}\n"""
     values = "%a, %b, %c" + (", %s, %t" if scaled else "")
     listed = ", ".join(types[: 5 if scaled else 3])
     body += (
         (call or f'%d = "rocdl.{name}"({values}) {{{attributes}}} : ({listed}) -> {operands[3]}')
         + f"""
       %dp = llvm.getelementptr %out[%tid] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, {operands[3]}
-      llvm.store %d, %dp : {operands[3]}, !llvm.ptr<1>"""
+      llvm.store %d, %dp {{alignment = 4 : i64}} : {operands[3]}, !llvm.ptr<1>"""
     )
     return lower(body, ", ".join(f"%{v}: !llvm.ptr<1>" for v in ("ain", "bin", "cin", "sin", "tin", "out")), arch=arch)
 

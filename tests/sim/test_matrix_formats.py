@@ -163,10 +163,10 @@ def test_literal_zero_scales_mean_unscaled(m: int) -> None:
     types = f.operands
     body = "%tid = rocdl.workitem.id.x : i32\n%z = llvm.mlir.constant(0 : i32) : i32\n"
     for v, t in zip("abc", types):
-        body += f"%{v}p = llvm.getelementptr %{v}in[%tid] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, {t}\n%{v} = llvm.load %{v}p : !llvm.ptr<1> -> {t}\n"
+        body += f"%{v}p = llvm.getelementptr %{v}in[%tid] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, {t}\n%{v} = llvm.load %{v}p {{alignment = 4 : i64}} : !llvm.ptr<1> -> {t}\n"
     body += f"""%d = "rocdl.{f.name}"(%a, %b, %c, %z, %z) {{{f.attributes}}} : ({", ".join(types[:3])}, i32, i32) -> {types[3]}
       %dp = llvm.getelementptr %out[%tid] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, {types[3]}
-      llvm.store %d, %dp : {types[3]}, !llvm.ptr<1>"""
+      llvm.store %d, %dp {{alignment = 4 : i64}} : {types[3]}, !llvm.ptr<1>"""
     program = lower(body, ", ".join(f"%{v}: !llvm.ptr<1>" for v in ("ain", "bin", "cin", "out")), arch="gfx950")
     rng = np.random.default_rng(2)
     a, b = (rng.integers(0x20, 0x40, (1, m, f.k), dtype=np.uint8) for _ in range(2))
