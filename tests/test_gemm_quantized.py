@@ -283,6 +283,25 @@ def test_arguments_of_a_wrong_type_are_told() -> None:
         fw.gemm(x, x, out_format="fp8_e4m3", out_scale=0.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="preactivation is True; it must be a tensor"):
         fw.gemm(x, x, preactivation=True)  # type: ignore[arg-type]
+    codes = torch.zeros(8, 8, dtype=torch.uint8)
+    for a, b in ((x, codes), (codes, x)):
+        with pytest.raises(ValueError, match=r"float32 .*torch\.uint8|torch\.uint8 .*float32"):
+            fw.gemm(a, b)
+    with pytest.raises(ValueError, match=r"b is torch\.uint8 without scales"):
+        fw.gemm(fw.quantize(x, "fp8_row"), codes)
+    with pytest.raises(ValueError, match="a is None; it must be a tensor"):
+        fw.gemm(None, x)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="b is None; it must be a tensor"):
+        fw.gemm(x, None)  # type: ignore[arg-type]
+    for q in (x, fw.quantize(x, "fp8_row")):
+        for name in ("trans_a", "trans_b", "batch_invariant", "fast_accum", "accumulate"):
+            for wrong in ("no", None, 2, torch.zeros(())):
+                with pytest.raises(ValueError, match=f"{name} is .*; it must be True or False"):
+                    options: dict[str, Any] = {name: wrong}
+                    fw.gemm(q, q, out=torch.empty(8, 8), **options)
+        assert torch.equal(fw.gemm(q, q, trans_b=1), fw.gemm(q, q))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="backend is 3; it must be a string"):
+        fw.use_backend(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="the result are quantized and an argument requires grad"):
         fw.gemm(x.requires_grad_(), x, out_format="mxfp8_e4m3")
 

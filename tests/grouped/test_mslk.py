@@ -144,3 +144,13 @@ def test_refusals(change: dict[str, torch.Tensor], message: str) -> None:
     call = {"XQ": xq, "WQ": wq, "x_scale": x_scale, "w_scale": w_scale, "M_sizes": m_sizes, **change}
     with pytest.raises(ValueError, match=message):
         OPS.f8f8bf16_groupwise_grouped(*call.values())
+
+
+def test_what_is_no_tensor_of_numbers_is_refused() -> None:
+    for quantize in (mslk.quantize_fp8_group, mslk.quantize_fp8_block):
+        for x in (None, torch.zeros(4, 128, dtype=torch.int32), torch.tensor(1.0)):
+            with pytest.raises(ValueError, match=r"it must be a tensor \[\.\.\., K\]"):
+                quantize(x)  # type: ignore[arg-type]
+    for reorder in (mslk.preshuffle_b_mfma, mslk.unpreshuffle_b_mfma):
+        with pytest.raises(ValueError, match="weights are of None"):
+            reorder(None)  # type: ignore[arg-type]

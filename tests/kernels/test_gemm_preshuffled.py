@@ -238,6 +238,8 @@ def test_preshuffled_as_an_object(tmp_path: Path) -> None:
         assert one.to("meta").device == torch.device("meta")
         with pytest.raises(ValueError, match="type of their codes"):
             one.to(torch.bfloat16)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="it takes a device"):
+            one.to(torch.zeros(1))  # type: ignore[arg-type]
     assert fw.preshuffle(plain).shape == (3, 32, 64) and ones[0].shape == (32, 192)
     assert isinstance(ones[2].weights, QuantizedTensor)
     by_hand = Preshuffled(ones[2].weights)

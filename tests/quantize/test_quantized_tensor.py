@@ -55,6 +55,19 @@ def test_what_is_loaded_is_checked() -> None:
         torch.load(file, weights_only=True)
 
 
+def test_types_are_no_devices_and_codes_no_values() -> None:
+    """Tensor.to takes float, a tensor or a dtype for a conversion, which would turn codes into numbers."""
+    q = made("mxfp8_e4m3", rows=64)
+    for wrong in (torch.float32, float, 3.5, torch.zeros(1), True, None):
+        with pytest.raises(ValueError, match="it takes a device; a quantized tensor has the types of its format"):
+            q.to(wrong)  # type: ignore[arg-type]
+    for dtype in ("float32", torch.int8, torch.float8_e4m3fn, None):
+        with pytest.raises(ValueError, match="values are float64, float32"):
+            q.dequantize(dtype)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'rowwise' or 'columnwise'"):
+        q.operand(["rowwise"])  # type: ignore[arg-type]
+
+
 class Written:
     """Saved as a QuantizedTensor of these parts would be."""
 

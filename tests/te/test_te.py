@@ -156,6 +156,8 @@ def test_gelu_and_errors_of_general_gemm() -> None:
     torch.testing.assert_close(dz, leaf.grad, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="layout"):
         te.general_gemm(w, x, layout="TT")
+    with pytest.raises(ValueError, match="the layouts are TN"):
+        te.general_gemm(w, x, layout=["TN"])  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="beta"):
         te.general_gemm(w, x, beta=0.5)
     with pytest.raises(NotImplementedError, match="quantization_params"):

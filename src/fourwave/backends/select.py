@@ -77,6 +77,10 @@ class use_backend:  # a function to its callers, hence the name
     def __init__(self, spec: str | None) -> None:
         global _override
         if spec is not None:
+            if not isinstance(spec, str):
+                raise ValueError(
+                    f"backend is {spec!r}; it must be a string, one of {', '.join(registry.known())}, or None"
+                )
             parse(spec)
         self.spec = spec
         self._previous = _override

@@ -33,6 +33,7 @@ def quantize_fp8_group(
     k_major   without m_sizes: scales [M, ceil(K / group_size)], else [ceil(K / group_size), M]. The shape, with m_sizes too
     use_triton is accepted and not looked at; output_device: where the results go
     """
+    _check(x)
     rows = x.reshape(-1, x.shape[-1])
     codes, scale = _quantize(rows, 1, group_size, scale_ub)
     if m_sizes is not None:
@@ -54,9 +55,16 @@ def quantize_fp8_block(
 ) -> tuple[Tensor, Tensor]:
     """Codes of x [..., K] and one float32 scale for each block_m x block_k: [ceil(M / block_m), ceil(K / block_k)], or its
     transpose without k_major."""
+    _check(x)
     codes, scale = _quantize(x.reshape(-1, x.shape[-1]), block_m, block_k, scale_ub)
     scale = scale if k_major else scale.mT.contiguous()
     return codes.view(x.shape).to(output_device or x.device), scale.to(output_device or x.device)
+
+
+def _check(x: Tensor) -> None:
+    if not isinstance(x, Tensor) or x.dim() == 0 or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        told = f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"of type {type(x).__name__}"
+        raise ValueError(f"x is {told}; it must be a tensor [..., K] in float32, bfloat16 or float16")
 
 
 def _quantize(x: Tensor, block_m: int, block_k: int, scale_ub: Tensor | None) -> tuple[Tensor, Tensor]:

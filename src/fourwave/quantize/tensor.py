@@ -178,10 +178,7 @@ class QuantizedTensor:
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> QuantizedTensor:
         """The same codes and scales on another device. Other types are what `dequantize` and `quantize` are for."""
-        if isinstance(device, torch.dtype):
-            raise ValueError(
-                f"to({device}): a quantized tensor has the types of its format; dequantize({device}) gives numbers"
-            )
+        check_device("a quantized tensor has the types of its format; dequantize gives numbers", device)
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> QuantizedTensor:
@@ -279,7 +276,7 @@ class QuantizedTensor:
             "rowwise": (self.data, self.scale, True),
             "columnwise": (self.columnwise_data, self.columnwise_scale, self.columnwise_transposed),
         }
-        if direction not in pairs:
+        if not isinstance(direction, str) or direction not in pairs:
             raise ValueError(f"direction {direction!r}: 'rowwise' or 'columnwise'")
         data, scale, k_last = pairs[direction]
         if (seed := self.hadamard(direction)) != hadamard:
@@ -307,6 +304,8 @@ class QuantizedTensor:
 
         What was transformed (row_hadamard, column_hadamard) is transformed back, in float64. float64 is exact, and so is float32 for MX scales as long as the value is in float32's normal range.
         """
+        if dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"dtype is {dtype}; values are float64, float32, bfloat16 or float16")
         if direction is None:
             direction = "rowwise" if self.has("rowwise") else "columnwise"
         if direction not in ("rowwise", "columnwise"):
@@ -324,6 +323,13 @@ class QuantizedTensor:
         if (seed := self.hadamard(direction)) is not None:
             values = inverse_hadamard(values, hadamard_signs(seed), dim=1 if rowwise else 0)
         return values.to(dtype)
+
+
+def check_device(types: str, device: object) -> None:
+    """What `to` takes: Tensor.to would take a type for a conversion. types: what is said of these."""
+    if isinstance(device, bool) or not isinstance(device, (torch.device, str, int)):
+        told = device if isinstance(device, torch.dtype) else f"a {type(device).__name__}"
+        raise ValueError(f"to({told}): it takes a device; {types}")
 
 
 _TENSORS = ("data", "scale", "columnwise_data", "columnwise_scale", "amax")

@@ -49,7 +49,7 @@ def general_gemm(
     accumulate  add to out; beta must be 1 (or None) then, and 0 (or None) otherwise
     bias    forward: added. With grad and layout NT: its dtype is that of the bias gradient, the sum of B over its rows
     """
-    if layout not in _LAYOUTS:
+    if not isinstance(layout, str) or layout not in _LAYOUTS:
         raise ValueError(f"layout {layout!r}: the layouts are {', '.join(_LAYOUTS)}")
     if quantization_params is not None or ub is not None or extra_output is not None or bulk_overlap:
         raise NotImplementedError("quantization_params, ub, extra_output and bulk_overlap are not here")

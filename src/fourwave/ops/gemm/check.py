@@ -97,6 +97,8 @@ def check_choice(config: object, backend: object) -> None:
 def check(args: Arguments) -> Call:
     """Raises ValueError for what the caller must change."""
     a, b, out, bias = args.a, args.b, args.out, args.bias
+    # Before the shapes: a uint8 operand's columns are counted as those of packed codes.
+    _check_operand_dtypes(a, b, args.a_scaling, args.b_scaling)
     shape, k = product_shape(a, b, args.trans_a, args.trans_b)
     device = a.device
     if b.device != device or device.type not in ("cpu", "cuda"):
@@ -104,7 +106,6 @@ def check(args: Arguments) -> Call:
     if a.layout is not torch.strided or b.layout is not torch.strided:
         raise ValueError(f"a has layout {a.layout} and b {b.layout}; gemm takes torch.strided tensors only")
     scaled = args.a_scaling is not None or args.b_scaling is not None
-    _check_operand_dtypes(a, b, args.a_scaling, args.b_scaling)
     check_epilogue(shape, bias, args.activation, device)
     n = shape[-1]
     m = shape[0] if args.trans_a else math.prod(shape[:-1])
@@ -133,9 +134,9 @@ def check(args: Arguments) -> Call:
         bias_grad_dtype = _check_bias_grad(args, m)
     problem = _problem(
         m, n, k, "NT" if args.trans_a else ("TN" if args.trans_b else "NN"), a.dtype, b.dtype, out_dtype, bias_dtype,
-        args.activation, bool(args.accumulate), device.type, args.a_scaling, args.b_scaling, preactivation_dtype,
-        bias_grad_dtype, args.out_scaling, args.out_direction, args.out_scale_rule, bool(args.batch_invariant),
-        bool(args.fast_accum), bool(args.b_preshuffled),
+        args.activation, flag("accumulate", args.accumulate), device.type, args.a_scaling, args.b_scaling, preactivation_dtype,
+        bias_grad_dtype, args.out_scaling, args.out_direction, args.out_scale_rule, flag("batch_invariant", args.batch_invariant),
+        flag("fast_accum", args.fast_accum), bool(args.b_preshuffled),
     )  # fmt: skip
     tensors = GemmTensors(
         a2, b2, out, bias, float(args.alpha), a_scale, b_scale, args.preactivation, args.bias_grad, args.out_scale,
@@ -154,7 +155,16 @@ def columns(t: Tensor) -> int:
     return t.shape[-1] * 2 if t.dtype == PACKED_E2M1 else t.shape[-1]
 
 
+def flag(name: str, value: object) -> bool:
+    """value as a bool; what is neither that nor 0 nor 1 is refused: "no" would be True."""
+    if not isinstance(value, int) or value not in (0, 1):
+        raise ValueError(f"{name} is {value!r}; it must be True or False")
+    return bool(value)
+
+
 def check_layout(trans_a: bool, trans_b: bool) -> None:
+    flag("trans_a", trans_a)
+    flag("trans_b", trans_b)
     if trans_a and trans_b:
         raise ValueError(
             "trans_a=True with trans_b=True is not a layout here: swap the operands and transpose the result, "

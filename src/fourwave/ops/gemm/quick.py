@@ -50,7 +50,7 @@ def quick(
     backend: str | None,
 ) -> Tensor | None:
     """The result, or None where the long way must be gone."""
-    if is_special() or forward_ad._current_level >= 0:
+    if a is None or b is None or is_special() or forward_ad._current_level >= 0:
         return None
     grad = torch.is_grad_enabled()
     if type(alpha) is not float and type(alpha) is not int:

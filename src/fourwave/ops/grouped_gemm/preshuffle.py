@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fourwave.ops.gemm.problem import FLOAT8
-from fourwave.quantize.tensor import QuantizedTensor
+from fourwave.quantize.tensor import QuantizedTensor, check_device
 
 ROWS, K_BLOCK, K_LANES, K_PACK = 16, 64, 4, 16
 
@@ -63,10 +63,7 @@ class Preshuffled:
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Preshuffled:
         """The same weights on another device."""
-        if isinstance(device, torch.dtype):
-            raise ValueError(
-                f"to({device}): preshuffled weights have the type of their codes; unshuffle() gives plain weights"
-            )
+        check_device("preshuffled weights have the type of their codes; unshuffle() gives plain ones", device)
         return Preshuffled(self.weights.to(device, non_blocking=non_blocking))
 
     def unshuffle(self) -> torch.Tensor | QuantizedTensor:
@@ -107,6 +104,8 @@ def check_shuffled(t: torch.Tensor) -> None:
 
 
 def _checked(t: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, int]]:
+    if not isinstance(t, torch.Tensor):
+        raise ValueError(f"weights are of {_told(t)}; they must be a tensor [N, K] or [G, N, K] of an 8-bit dtype")
     if t.dim() < 2 or t.element_size() != 1:
         raise ValueError(f"weights are {tuple(t.shape)} {t.dtype}; they must be [N, K] or [G, N, K] of an 8-bit dtype")
     n, k = t.shape[-2:]
