@@ -6,9 +6,12 @@ hold them by subject. A new operation is a new handler; one without a handler ra
 
 from __future__ import annotations
 
+import ast
+import linecache
 import re
 import struct
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 from ..ir_types import Array, Float, Int, Ptr, Struct, Type, Vec, dwords, parse, size_and_align
@@ -45,10 +48,30 @@ def handles(*names: str) -> Callable[[H], H]:
 Frames = tuple[tuple[str, int], ...]
 
 
+@cache
+def _blocks(file: str) -> dict[int, int]:
+    """First and last line of each `if` and loop of a Python file: FlyDSL makes functions of what is in them."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):  # not a Python file
+        return {}
+    found: dict[int, int] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.If, ast.For, ast.While)):
+            found[node.lineno] = max(node.end_lineno or node.lineno, found.get(node.lineno, 0))
+    return found
+
+
 def find_frames(location: str) -> Frames:
-    """(file, line) of each Python frame in an MLIR location's text, the kernel's own first, then the helpers it called."""
-    return tuple((file, int(line)) for file, line in re.findall(r'"([^"]+)":(\d+):\d+', location))[::-1] or (
-        ("unknown", 0),
+    """(file, line) of each Python function in an MLIR location's text, the kernel's own first, then the helpers it called."""
+    frames = [(file, int(line)) for file, line in re.findall(r'"([^"]+)":(\d+):\d+', location)][::-1]
+    if not frames:
+        return (("unknown", 0),)
+    # A block's frame goes: the statement in it belongs to the same function.
+    return tuple(
+        outer
+        for outer, inner in zip(frames, [*frames[1:], ("", 0)])
+        if outer[0] != inner[0] or not outer[1] < inner[1] <= _blocks(outer[0]).get(outer[1], 0)
     )
 
 
