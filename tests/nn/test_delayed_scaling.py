@@ -395,3 +395,19 @@ def test_scales_are_16_bytes_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         with fw.autocast(recipe=R.DelayedScaling(amax_history_len=2)):
             module(data(0, 4, 32).requires_grad_(), *rest).sum().backward()
     assert len(seen) == 9 and not any(seen)
+
+
+def test_scales_and_codes_are_of_one_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where FP8 codes are gfx942's, which end at 240: scales made for 448 would saturate half of the range."""
+    from fourwave.nn import base
+
+    monkeypatch.setattr(base.quantize_api, "reads_fnuz", lambda *_: True)
+    linear, x = fnn.Linear(32, 32), data(0, 4, 32)
+    for _ in range(2):
+        with fw.autocast(recipe=R.DelayedScaling(amax_history_len=2)):
+            y = linear(x)
+    assert linear.delayed_scale is not None
+    for scale, t in zip(linear.delayed_scale, (x, linear.weight.detach()), strict=False):
+        assert float(scale) == pytest.approx(float(t.abs().max()) / 240, rel=1e-6)
+    exact = torch.nn.functional.linear(x, linear.weight, linear.bias)
+    assert float((y - exact).norm() / exact.norm()) < 0.06

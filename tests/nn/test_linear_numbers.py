@@ -263,3 +263,20 @@ def test_grouped_products_on_each_backend(target: Target, case: str) -> None:
         close(w.grad[group], operand(g, wg, "columnwise")[span].mT, operand(x, wx, "columnwise")[span].mT)
         start += size
     assert x.grad is not None and not y[start:].any() and not x.grad[start:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bias_gradients_of_groups(target: Target, dtype: torch.dtype) -> None:
+    """The sum of the rows of each group, float32 included, which AMD's grouped kernels do not multiply."""
+    if target.backend in ("hopper", "flydsl"):
+        pytest.skip("the products have tests of their own")
+    torch.manual_seed(0)
+    sizes, rows = [17, 0, 15], 32
+    module = fw.nn.GroupedLinear(3, 64, 128, params_dtype=dtype, device=target.device)
+    x = spread(rows, 64, dtype=dtype, seed=2, device=target.device).requires_grad_()
+    g = spread(rows, 128, dtype=dtype, seed=3, device=target.device)
+    with fw.use_backend(target.backend), fw.autocast(recipe=R.MXFP8()):
+        module(x, torch.tensor(sizes, device=target.device)).backward(g)
+    assert module.bias is not None and module.bias.grad is not None
+    for part, bias in zip(g.double().split(sizes), module.bias.grad, strict=True):
+        assert bounds.error_ratio(bias, part.sum(0), bounds.sum_bound(part, dtype))[0] <= 1

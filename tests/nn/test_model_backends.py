@@ -137,7 +137,7 @@ def compare(target: Target, case: Case, caplog: pytest.LogCaptureFixture, plain:
     model = Model(size, dtype, plain)
     with pytest.MonkeyPatch.context() as patch:
         if target.backend == "sim:gfx942":
-            patch.setattr(base, "_fnuz", lambda _: True)  # that GPU's 8-bit floats are other ones
+            patch.setattr(base, "_fnuz", lambda *_: True)  # that GPU's 8-bit floats are other ones
         right = run(model, size, batch, dtype, recipe, Target("native", target.device))
     caplog.clear()
     with caplog.at_level(logging.DEBUG, logger="fourwave.dispatch"):

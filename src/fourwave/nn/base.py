@@ -12,6 +12,7 @@ from torch import nn
 
 from fourwave.backends import select
 from fourwave.nn import context
+from fourwave.quantize import api as quantize_api
 from fourwave.quantize.tensor import FORMATS
 from fourwave.recipes import UNQUANTIZED, Plan, Recipe
 
@@ -125,7 +126,7 @@ class QuantizedModule(nn.Module):
             self._last = region
         plan = region.plan
         backend = select.requested(None)[0]
-        fnuz = _fnuz(backend)
+        fnuz = _fnuz(device, backend)
         stateful = plan if plan.delayed else region.observe
         if stateful is None:
             return Step(plan, fnuz=fnuz, backend=backend, seed=self._make_seed(device) if plan.stochastic else None)
@@ -163,10 +164,10 @@ class QuantizedModule(nn.Module):
                 "torch.compile cannot make the state of delayed scaling: call fourwave.nn.prepare(model, recipe) first, "
                 "or give the module its recipe"
             )
-        if torch.is_grad_enabled():
-            self._update(plan, None)
-        grad = torch.is_grad_enabled()
-        return Step(plan, spaced(scale), history if grad else None, grad)
+        grad, fnuz = torch.is_grad_enabled(), _fnuz(scale.device, None)
+        if grad:
+            self._update(plan, fnuz)
+        return Step(plan, spaced(scale), history if grad else None, grad, fnuz=fnuz)
 
     # -- delayed scaling
 
@@ -183,7 +184,7 @@ class QuantizedModule(nn.Module):
             self.delayed_amax_history = resized(self.delayed_amax_history, length)
 
     @torch.no_grad()
-    def _update(self, plan: Plan, fnuz: bool | None) -> None:
+    def _update(self, plan: Plan, fnuz: bool) -> None:
         """Scales from the history; see recipes.DelayedScaling."""
         scale, history = self.delayed_scale, self.delayed_amax_history
         assert scale is not None and history is not None
@@ -301,16 +302,14 @@ def resized(history: Tensor, length: int) -> Tensor:
     return torch.cat((newest, history.new_zeros(length - len(history), history.shape[1]), rest))
 
 
-def _largest(name: str | None, fnuz: bool | None) -> float:
+def _largest(name: str | None, fnuz: bool) -> float:
     assert name is not None
-    return FORMATS[name].code_format(bool(fnuz)).max
+    return FORMATS[name].code_format(fnuz).max
 
 
-def _fnuz(backend: str) -> bool | None:
-    """Codes of simulated gfx942 kernels; None: what `fw.quantize` chooses for the device."""
-    if "gfx942" not in backend:
-        return None
-    return select.parse(backend)["fp8"] == "sim:gfx942" or None
+def _fnuz(device: torch.device, backend: str | None) -> bool:
+    """Whether codes are gfx942's, decided once for scales and codes: their largest values differ."""
+    return quantize_api.reads_fnuz(device, backend)
 
 
 def record(history: Tensor, slot: int, amax: Tensor) -> None:

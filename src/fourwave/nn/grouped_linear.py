@@ -173,8 +173,10 @@ class _Grouped(torch.autograd.Function):
             )
         if call.need_b:
             # The sum of the gradient before it is quantized over each group's rows, as a product with ones.
+            # It is none of the layer's products: where kernels do not take float32, PyTorch sums.
             ones = dz.new_ones(dz.shape[0], 8)
-            db = grouped_gemm_wgrad(dz, ones, m_sizes, out_dtype=torch.float32, backend=call.backend)[..., 0]
+            backend = "native" if dz.dtype == torch.float32 else call.backend
+            db = grouped_gemm_wgrad(dz, ones, m_sizes, out_dtype=torch.float32, backend=backend)[..., 0]
             db = db.to(ctx.bias_dtype)
         if call.need_w:
             assert gs.col is not None and x_col is not None
