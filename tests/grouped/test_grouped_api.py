@@ -199,6 +199,8 @@ def test_sizes_can_be_checked_on_the_device() -> None:
     x, w, _ = operands()
     with pytest.raises((RuntimeError, ValueError), match="must not be negative"):
         fw.grouped_gemm(x, w, torch.tensor([1, 2, 200, 0]), check_sizes=True)
+    with pytest.raises((RuntimeError, ValueError), match="must not be negative"):  # their sum wraps to 0
+        fw.grouped_gemm(x, w, torch.tensor([2**62] * 4), check_sizes=True)
 
 
 def test_explain_names_the_backend_and_why_no_other() -> None:
@@ -337,3 +339,17 @@ def test_what_is_no_tensor_is_named(change: dict[str, Any], message: str) -> Non
     x, w, sizes = operands()
     with pytest.raises(ValueError, match=message):
         fw.grouped_gemm(**{"a": x, "b": w, "m_sizes": sizes, **change})
+    with pytest.raises(ValueError, match=message):
+        fw.explain_grouped(**{"a": x, "b": w, "m_sizes": sizes, **change})
+
+
+def test_flags_are_true_or_false() -> None:
+    x, w, sizes = operands()
+    dout = torch.randn(140, 48).bfloat16()
+    for wrong in ("no", None, 2):
+        for name in ("trans_b", "fast_accum", "b_preshuffled"):
+            options: dict[str, Any] = {name: wrong}
+            with pytest.raises(ValueError, match=f"{name} is {wrong!r}; it must be True or False"):
+                fw.grouped_gemm(x, w, sizes, **options)
+        with pytest.raises(ValueError, match=f"accumulate is {wrong!r}; it must be True or False"):
+            fw.grouped_gemm_wgrad(dout, x, sizes, accumulate=wrong)  # type: ignore[arg-type]

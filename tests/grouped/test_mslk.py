@@ -35,13 +35,9 @@ def operands(sizes: list[int], N: int, K: int) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("backend", ["native", *(pytest.param(f"sim:{arch}", marks=NO_SIM) for arch in ARCHS)])
 @pytest.mark.parametrize("preshuffled", [False, True])
 @pytest.mark.parametrize(("sizes", "N", "K"), PUBLISHED, ids=str)
-def test_published_cases(
-    sizes: list[int], N: int, K: int, preshuffled: bool, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What the quantizers ask an AMD GPU: gfx942's codes are fnuz.
-    monkeypatch.setattr("fourwave.mslk.quantize._is_gfx942", lambda device: backend == "sim:gfx942")
-    x, w, xq, wq, x_scale, w_scale, m_sizes = operands(sizes, N, K)
+def test_published_cases(sizes: list[int], N: int, K: int, preshuffled: bool, backend: str) -> None:
     with fw.use_backend(backend):
+        x, w, xq, wq, x_scale, w_scale, m_sizes = operands(sizes, N, K)
         if preshuffled:
             weights = mslk.preshuffle_b_mfma(wq)
             out = OPS.f8f8bf16_groupwise_grouped_preshuffle(xq, weights, x_scale, w_scale, m_sizes)

@@ -1,4 +1,5 @@
-"""quantize_fp8_group and quantize_fp8_block with MSLK's arguments and numbers, on any device.
+"""quantize_fp8_group and quantize_fp8_block with MSLK's arguments and numbers, on any device. Codes are fnuz where `fw.quantize`'s are:
+on a gfx942 GPU, or with sim:gfx942 as the backend for FP8.
 
 With amax the largest magnitude of a block (at least 1e-12, at most scale_ub) and MAX the format's largest value, all in
 float32:  inv = MAX / amax, code = clamp(x * inv, -MAX, MAX) rounded to nearest even, scale = 1 / inv.
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fourwave.ops.grouped_gemm.operators import group_of_rows
-from fourwave.quantize.api import _is_gfx942
+from fourwave.quantize.api import reads_fnuz
 
 Tensor = torch.Tensor
 SMALLEST_AMAX = 1e-12
@@ -68,7 +69,7 @@ def _check(x: Tensor) -> None:
 
 
 def _quantize(x: Tensor, block_m: int, block_k: int, scale_ub: Tensor | None) -> tuple[Tensor, Tensor]:
-    dtype = torch.float8_e4m3fnuz if _is_gfx942(x.device) else torch.float8_e4m3fn
+    dtype = torch.float8_e4m3fnuz if reads_fnuz(x.device, None) else torch.float8_e4m3fn
     top = torch.finfo(dtype).max
     m, k = x.shape
     padded = F.pad(x.to(torch.float32), (0, -k % block_k, 0, -m % block_m))

@@ -121,8 +121,12 @@ def explain_grouped(a: Any, b: Any, m_sizes: Tensor, *, wgrad: bool = False, **k
     """
     kwargs.pop("check_sizes", None)
     if wgrad:
-        return explain_arguments(_wgrad_arguments(a, b, m_sizes, **{**_WGRAD_DEFAULTS, **kwargs}))
-    return explain_arguments(_forward_arguments(a, b, m_sizes, **{**_FORWARD_DEFAULTS, **kwargs}))
+        args = _wgrad_arguments(a, b, m_sizes, **{**_WGRAD_DEFAULTS, **kwargs})
+    else:
+        args = _forward_arguments(a, b, m_sizes, **{**_FORWARD_DEFAULTS, **kwargs})
+    _check_choice(args)
+    _tensors(args)
+    return explain_arguments(args)
 
 
 _FORWARD_DEFAULTS: dict[str, Any] = {
@@ -136,7 +140,8 @@ _WGRAD_DEFAULTS: dict[str, Any] = {
 def assert_sizes(m_sizes: Tensor, rows: int) -> None:
     """An assertion on the device; the host reads nothing on a GPU."""
     if m_sizes.dim() == 1 and m_sizes.dtype in (torch.int32, torch.int64):
-        right = (m_sizes >= 0).all() & (m_sizes.sum() <= rows)
+        # One by one, too: a sum of int64 can wrap.
+        right = ((m_sizes >= 0) & (m_sizes <= rows)).all() & (m_sizes.sum() <= rows)
         torch._assert_async(right, f"m_sizes must not be negative, nor add up to more than the {rows} rows there are")
 
 
@@ -243,8 +248,8 @@ def _no_scale(name: str, scale: Tensor | None, scaling: str | None) -> None:
         )
 
 
-def _call(args: GroupedArguments, check_sizes: bool) -> Tensor:
-    _check_choice(args)
+def _tensors(args: GroupedArguments) -> tuple[Tensor | None, ...]:
+    """The call's tensors; what should be one and is not is refused."""
     names = ("a", "b", "m_sizes", "bias", "out", "a_scale", "b_scale")
     tensors = tuple(getattr(args, name) for name in names)
     for name, t in zip(names, tensors, strict=True):
@@ -252,6 +257,12 @@ def _call(args: GroupedArguments, check_sizes: bool) -> Tensor:
             name = name if args.split == ROWS else {"a": "dout", "b": "x"}.get(name, name)
             kinds = "a tensor or a QuantizedTensor is" if name in ("a", "b", "dout", "x") else "a tensor is"
             raise ValueError(f"{name} is of type {type(t).__name__}; {kinds} needed")
+    return tensors
+
+
+def _call(args: GroupedArguments, check_sizes: bool) -> Tensor:
+    _check_choice(args)
+    tensors = _tensors(args)
     if check_sizes:
         _, m, _, k = sizes(args)
         assert_sizes(args.m_sizes, m if args.split == ROWS else k)

@@ -10,7 +10,7 @@ import torch
 
 from fourwave.formats.element import E8M0
 from fourwave.formats.scaling import SCALINGS
-from fourwave.ops.gemm.check import columns, matrix
+from fourwave.ops.gemm.check import columns, flag, matrix
 from fourwave.ops.gemm.problem import FLOAT8, PACKED_E2M1, PRECISIONS
 from fourwave.ops.grouped_gemm.problem import (
     REDUCTION,
@@ -124,6 +124,9 @@ def fake_result(args: GroupedArguments) -> Tensor:
 
 
 def describe(args: GroupedArguments, make: Callable[..., GroupedProblem]) -> GroupedProblem:
+    flag("trans_b", args.k_last[1])
+    for name in ("accumulate", "b_preshuffled", "fast_accum"):
+        flag(name, getattr(args, name))
     groups, m, n, k = sizes(args)
     a, b, m_sizes = args.a, args.b, args.m_sizes
     device = a.device
@@ -159,7 +162,8 @@ def describe(args: GroupedArguments, make: Callable[..., GroupedProblem]) -> Gro
         bias_dtype = args.bias.dtype
     return make(
         groups, m, n, k, args.split, layout, a.dtype, b.dtype, out_dtype, bias_dtype, bool(args.accumulate), device.type,
-        args.a_scaling, args.b_scaling, args.a_scale_layout, bool(args.b_preshuffled), m_sizes.dtype, bool(args.fast_accum),
+        args.a_scaling, args.b_scaling, args.a_scale_layout, bool(args.b_preshuffled), m_sizes.dtype,
+        bool(args.fast_accum),
     )  # fmt: skip
 
 
