@@ -228,6 +228,21 @@ def test_preshuffled_cannot_be_read_transposed() -> None:
         fw.preshuffle(torch.zeros(8, 64).to(torch.float8_e5m2))
 
 
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_row", "mxfp8_e4m3"])
+def test_preshuffled_groups_have_whole_blocks_of_rows(name: str) -> None:
+    """2 groups of 24 rows are 3 blocks of 16, of which the middle one has rows of both."""
+    x, w, sizes = fw.quantize(torch.randn(8, 64), name), fw.quantize(torch.randn(48, 64), name), torch.tensor([3, 5])
+    for call in (fw.grouped_gemm, fw.explain_grouped):
+        with pytest.raises(ValueError, match="N=24 and K=64: preshuffled weights need N a multiple of 16"):
+            call(x, fw.preshuffle(w), sizes)
+    codes = torch.zeros(2, 24, 64).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="N=24 and K=64: preshuffled weights need N a multiple of 16"):
+        fw.grouped_gemm(torch.zeros(8, 64).to(codes.dtype), codes, sizes, b_preshuffled=True)
+    codes = torch.zeros(2, 16, 96).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="N=16 and K=96: preshuffled weights need"):
+        fw.grouped_gemm(torch.zeros(8, 96).to(codes.dtype), codes, sizes, b_preshuffled=True)
+
+
 NO_SIM = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
 BACKENDS = ["native", pytest.param("sim:gfx950", marks=NO_SIM)]
 

@@ -12,6 +12,7 @@ from fourwave.formats.element import E8M0
 from fourwave.formats.scaling import SCALINGS
 from fourwave.ops.gemm.check import columns, flag, matrix
 from fourwave.ops.gemm.problem import FLOAT8, PACKED_E2M1, PRECISIONS
+from fourwave.ops.grouped_gemm.preshuffle import check_shuffled
 from fourwave.ops.grouped_gemm.problem import (
     REDUCTION,
     ROWS,
@@ -149,6 +150,8 @@ def describe(args: GroupedArguments, make: Callable[..., GroupedProblem]) -> Gro
         raise ValueError(
             f"b is preshuffled: that is an order of 8-bit weights [G, N, K] with trans_b=True; b is {b.dtype}"
         )
+    if args.b_preshuffled:
+        check_shuffled(b)  # of each group: the rows of all together may be a multiple of 16 where a group's are not
     if args.a_scale_layout not in SCALE_LAYOUTS:
         raise ValueError(f"a_scale_layout is {args.a_scale_layout!r}; it must be {' or '.join(SCALE_LAYOUTS)}")
     bias_dtype = None
