@@ -14,6 +14,7 @@
  *   - Every global access is checked against the launch's allocations.
  * Addresses are those of the host: a kernel's tensors are the caller's CPU tensors.
  */
+#include <errno.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -22,6 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #ifndef W
 #define W 64
@@ -45,9 +47,10 @@ enum { F_MEMORY, F_INIT, F_RACE, F_WAIT, F_BARRIER, F_LIMIT, F_GLOBAL };
 
 typedef struct {
     u64 lo, hi; /* [lo, hi) */
-    i32 writable, id;
+    i32 writable, id;            /* writable: 0 no, 1 yes, 2 not known yet (see may_store) */
     u64 *writers;                /* per dword: who wrote it in this launch (core's own; see global_write_check) */
-    i32 written, pad;
+    u64 *readers[4];             /* per 16, 4, 2 and 1 bytes: who read them as a whole (core's own; see global_read_check) */
+    i32 written, read;           /* read: one bit for each of `readers` that is in use */
 } Allocation;
 
 typedef struct {
@@ -195,6 +198,20 @@ static inline u32 next_random(Group *g) {
 }
 
 /* ---- global memory ---- */
+/* Whether the host lets anyone write to the page: asked once an allocation, before the first store to it. Linux tells with two calls that change
+ * nothing: a page that can be made readable and not writable is the one sought. Elsewhere, and on kernels before 5.14, it counts as writable. */
+static int may_store(Allocation *a, u64 address) {
+    int writable = 1;
+#ifdef __linux__
+    enum { POPULATE_READ = 22, POPULATE_WRITE = 23 }; /* MADV_..., Linux 5.14 */
+    const u64 size = (u64)sysconf(_SC_PAGESIZE);
+    void *page = (void *)(uintptr_t)(address & ~(size - 1));
+    writable = !(madvise(page, size, POPULATE_WRITE) && errno == EINVAL && !madvise(page, size, POPULATE_READ));
+#endif
+    a->writable = writable;
+    return writable;
+}
+
 static inline int allowed(Group *g, u64 address, u32 bytes, int write) {
     Allocation *a = g->last;
     if (!(a && address >= a->lo && address <= a->hi && bytes <= a->hi - address)) {
@@ -209,15 +226,61 @@ static inline int allowed(Group *g, u64 address, u32 bytes, int write) {
         if (address > a->hi || bytes > a->hi - address) return 0;
         g->last = a;
     }
-    return !write || a->writable;
+    return !write || a->writable == 1 || (a->writable && may_store(a, address));
 }
 
-/* Races through global memory. A dword's word: workgroup + 1 (32 bits), wave (6), barriers its wave had passed (22), bytes written (4).
- * Found: plain stores to the same bytes by two workgroups, or by two waves of one with no barrier between; a plain load of bytes that another
- * wave of the workgroup wrote with no barrier between, or that another workgroup wrote in this launch while this wave has done no atomic or
- * ordered operation that could have told it so. Which flag guards which bytes is not followed. */
+/* Detail of the finding for an access that is not `allowed`: 0 a read, 1 a store outside every allocation, 24 a store to read-only memory. */
+static inline i32 refusal(Group *g, u64 address, u32 bytes, int write) { return !write ? 0 : allowed(g, address, bytes, 0) ? 24 : 1; }
+
+/* Races through global memory. A dword's writer: workgroup + 1 (32 bits), wave (6), barriers its wave had passed (22), bytes written (4).
+ * A reader's word stands for 16, 4, 2 or 1 bytes that were read as a whole: workgroup + 1 (28), barriers passed (22), wave (5), another wave that
+ * read them in the same interval (5), whether there is one (1), whether other workgroups read them, too (1).
+ * Found, in any order: plain stores to the same bytes by two workgroups, or by two waves of one with no barrier between; a plain load and a plain
+ * store of the same bytes by two waves of a workgroup with no barrier between, or by two workgroups, where the later one has done no atomic or
+ * ordered operation that could have told it so. Which flag guards which bytes is not followed; a load counts as done where it is issued. */
 static inline u64 writer_word(const Group *g, const Wave *w, u64 mask) {
     return (g->workgroup + 1) << 32 | (u64)(w - g->waves) << 26 | (u64)(w->epoch & 0x3fffff) << 4 | mask;
+}
+
+#define READER(WORKGROUP, EPOCH, WAVE) ((u64)((WORKGROUP) + 1) << 36 | (u64)((EPOCH) & 0x3fffff) << 14 | (u64)(WAVE) << 9)
+enum { READER_OTHER = 4, READER_SECOND = 2, READER_GROUPS = 1 }; /* where the other wave's number is, and the two flags */
+static const u32 READ_SHIFT[4] = {4, 2, 1, 0};
+
+static inline void note_read(Allocation *a, u64 reader, u64 address, u32 bytes) {
+    for (u64 at = address, end = address + bytes; at < end;) {
+        u32 level = 0;
+        while ((at & ((1u << READ_SHIFT[level]) - 1)) || end - at < 1u << READ_SHIFT[level]) level++;
+        u64 *word = &a->readers[level][(at >> READ_SHIFT[level]) - (a->lo >> READ_SHIFT[level])], old = *word;
+        if (old >> 9 != reader >> 9) {
+            if (!old) {
+                *word = reader;
+                if (!(a->read >> level & 1)) __atomic_fetch_or(&a->read, 1 << level, __ATOMIC_RELAXED);
+            } else if (old >> 36 != reader >> 36) *word = reader | READER_GROUPS;
+            else if (old >> 14 != reader >> 14) *word = reader | (old & READER_GROUPS);
+            else if (!(old & READER_SECOND)) *word = old | (reader >> 9 & 31) << READER_OTHER | READER_SECOND;
+        }
+        at += 1u << READ_SHIFT[level];
+    }
+}
+
+/* A store to bytes that others read. */
+static void read_before(Group *g, Wave *w, u64 address, u32 bytes, i32 lane, i32 line) {
+    const Allocation *a = g->last;
+    const u64 mine = READER(g->workgroup, w->epoch, w - g->waves);
+    for (u32 level = 0; level < 4; level++) {
+        if (!(a->read >> level & 1)) continue;
+        const u32 shift = READ_SHIFT[level];
+        for (u64 n = address >> shift; n <= (address + bytes - 1) >> shift; n++) {
+            u64 old = a->readers[level][n - (a->lo >> shift)];
+            if (!old || old == mine) continue;
+            u64 at = n << shift < address ? address : n << shift;
+            if ((old >> 36 != mine >> 36 || old & READER_GROUPS) && !g->synchronised) report(g, F_GLOBAL, line, w, lane, at, -1, -1, 4);
+            if (old >> 14 == mine >> 14) {
+                i32 me = (i32)(w - g->waves), first = old >> 9 & 31, second = old & READER_SECOND ? (i32)(old >> READER_OTHER & 31) : me;
+                if (first != me || second != me) report(g, F_GLOBAL, line, w, lane, at, first != me ? first : second, -1, 5);
+            }
+        }
+    }
 }
 
 static inline void global_write_check(Group *g, Wave *w, u64 address, u32 bytes, i32 lane, i32 line) {
@@ -233,6 +296,20 @@ static inline void global_write_check(Group *g, Wave *w, u64 address, u32 bytes,
         }
         *word = old >> 4 == mine >> 4 ? old | mask : mine;
     }
+    if (a->read) read_before(g, w, address, bytes, lane, line);
+}
+
+/* After a plain store of the lanes: a lane whose bytes did not stay, since another lane's went to the same place. */
+static void stored_twice(Group *g, Wave *w, const u64 *at, u64 lanes, i32 bytes, i32 n, u32 *const *values, i32 line) {
+    if (!(g->launch->checks >> F_GLOBAL & 1)) return;
+    for (i32 l = 0; l < W; l++) {
+        if (!(lanes >> l & 1)) continue;
+        i32 same = 1;
+        if (bytes >= 4) for (i32 i = 0; i < n; i++) same &= !memcmp((const uint8_t *)(uintptr_t)at[l] + 4 * i, &values[i][l], 4);
+        else same = !memcmp((const void *)(uintptr_t)at[l], &values[0][l], bytes);
+        for (i32 m = 0; m < W && !same; m++) /* no such lane: another thread's workgroup, which the writers' words tell */
+            if (m != l && (lanes >> m & 1) && at[m] < at[l] + bytes && at[l] < at[m] + bytes) { report(g, F_GLOBAL, line, w, l, at[l], -1, -1, 6); break; }
+    }
 }
 
 /* Marks what a store wrote of the launch's outputs. */
@@ -246,7 +323,9 @@ static void output_written(Launch *L, u64 address, u64 bytes) {
 
 static inline void global_read_check(Group *g, Wave *w, u64 address, u32 bytes, i32 lane, i32 line) {
     Allocation *a = g->last;
-    if (!a->writers || !a->written) return;
+    if (!a->writers) return;
+    note_read(a, READER(g->workgroup, w->epoch, w - g->waves), address, bytes);
+    if (!a->written) return;
     for (u64 at = address & ~3ull; at < address + bytes; at += 4) {
         u64 first = at < address ? address - at : 0, last = address + bytes - at < 4 ? address + bytes - at : 4;
         u64 mask = (15u << first) & (15u >> (4 - last)), old = a->writers[(at - (a->lo & ~3ull)) >> 2];
@@ -868,7 +947,7 @@ static void run_wave(Group *g, Wave *w) {
                         else memcpy(g->lds + (u32)x, &dest[0][l], bytes);
                         continue;
                     }
-                    report(g, F_MEMORY, line, w, l, x, -1, -1, write);
+                    report(g, F_MEMORY, line, w, l, x, -1, -1, refusal(g, x, bytes, write));
                     if (!write) load_what_exists(g, dest, n, l, x, bytes);
                     continue;
                 }
@@ -880,6 +959,7 @@ static void run_wave(Group *g, Wave *w) {
                 else if (bytes >= 4) for (i32 i = 0; i < n; i++) memcpy((uint8_t *)(uintptr_t)x + 4 * i, &dest[i][l], 4);
                 else memcpy((void *)(uintptr_t)x, &dest[0][l], bytes);
             }
+            if (write && !ordered) stored_twice(g, w, at, lanes, bytes, n, dest, line);
             count_lines(g, at, lanes, bytes);
             g->counters[write ? C_GLOBAL_WRITE_BYTES : C_GLOBAL_READ_BYTES] += (u64)bytes * __builtin_popcountll(exec);
             if (in_lds && in_lds == __builtin_popcountll(exec)) w->vm_issued--; /* the compiler makes an LDS instruction of it */
@@ -896,7 +976,7 @@ static void run_wave(Group *g, Wave *w) {
             const u32 *r0 = R(p[3]), *r1 = R(p[4]), *r2 = R(p[5]), *r3 = R(p[6]), *voffset = R(p[7]), *soffset = R(p[8]);
             i32 bytes = p[9], n = 0;
             const uint8_t *source[W];
-            u64 lanes = 0, at[W], served = 0;
+            u64 lanes = 0, at[W], served = 0, whole = 0;
             g->counters[C_GLOBAL_INSTRUCTIONS]++;
             if (kind != OP_BUFFER_LOAD_LDS) { n = p[10]; for (i32 i = 0; i < n; i++) dest[i] = R(p[11 + i]); w->vm_issued++; }
             for (int l = 0; l < W; l++) {
@@ -910,12 +990,13 @@ static void run_wave(Group *g, Wave *w) {
                 u64 x = base + o;
                 u64 inside = o >= records ? 0 : records - o >= (u64)bytes ? (u64)bytes : bytes < 4 ? 0 : (records - o) & ~3ull;
                 if (inside && !allowed(g, x, inside, kind == OP_BUFFER_STORE)) {
-                    report(g, F_MEMORY, line, w, l, x, -1, -1, kind == OP_BUFFER_STORE);
+                    report(g, F_MEMORY, line, w, l, x, -1, -1, refusal(g, x, inside, kind == OP_BUFFER_STORE));
                     if (kind == OP_BUFFER_LOAD) { load_what_exists(g, dest, n, l, x, inside); continue; }
                     inside = 0;
                 }
                 if (inside) {
                     at[l] = x; served |= 1ull << l;
+                    if (inside == (u64)bytes) whole |= 1ull << l;
                     if (kind == OP_BUFFER_STORE) global_write_check(g, w, x, inside, l, line); else global_read_check(g, w, x, inside, l, line);
                     if (kind == OP_BUFFER_STORE && L->num_outputs) output_written(L, x, inside);
                 }
@@ -935,6 +1016,7 @@ static void run_wave(Group *g, Wave *w) {
                     lanes |= 1ull << l;
                 }
             }
+            if (kind == OP_BUFFER_STORE) stored_twice(g, w, at, whole, bytes, n, dest, line);
             count_lines(g, at, served, bytes);
             if (kind == OP_BUFFER_LOAD_LDS) {
                 /* LDS address = the wave's base (first lane) + instruction offset + lane * lane_stride: CDNA3 ISA guide, section 9.1.9 (memory buffer load to LDS) */
@@ -1222,15 +1304,21 @@ static void *worker(void *argument) {
     return NULL;
 }
 
+/* The words of who wrote and who read an allocation, in one mapping: its untouched pages cost nothing. */
+static u64 words_of(const Allocation *a, u32 shift) { return ((a->hi - a->lo) >> shift) + 2; }
+static u64 watched_bytes(const Allocation *a) { return 8 * (2 * words_of(a, 2) + words_of(a, 4) + words_of(a, 1) + words_of(a, 0)); }
+static void watch(Allocation *a) {
+    u64 *words = mmap(NULL, watched_bytes(a), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    a->writers = words == MAP_FAILED ? NULL : words;
+    words += words_of(a, 2);
+    for (i32 level = 0; level < 4 && a->writers; level++) { a->readers[level] = words; words += words_of(a, READ_SHIFT[level]); }
+}
+
 /* 0: ran; 1: the workgroup has more waves than a workgroup may have. */
 int fourwave_sim_run(Launch *L) {
     u32 threads = L->block[0] * L->block[1] * L->block[2];
     if ((threads + W - 1) / W > MAX_WAVES || !threads) return 1;
-    for (i32 i = 0; i < L->num_allocations && L->checks >> F_GLOBAL & 1; i++) { /* untouched pages cost nothing */
-        Allocation *a = &L->allocations[i];
-        void *words = mmap(NULL, ((a->hi - a->lo) / 4 + 2) * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        a->writers = words == MAP_FAILED ? NULL : words;
-    }
+    for (i32 i = 0; i < L->num_allocations && L->checks >> F_GLOBAL & 1; i++) watch(&L->allocations[i]);
     i32 n = L->num_threads, started = 0;
     if ((u64)n > L->num_workgroups) n = (i32)L->num_workgroups;
     pthread_t *ids = malloc(sizeof(pthread_t) * (n + 1));
@@ -1239,8 +1327,7 @@ int fourwave_sim_run(Launch *L) {
     worker(L);
     for (i32 i = 0; i < started; i++) pthread_join(ids[i], NULL);
     free(ids);
-    for (i32 i = 0; i < L->num_allocations; i++)
-        if (L->allocations[i].writers) munmap(L->allocations[i].writers, ((L->allocations[i].hi - L->allocations[i].lo) / 4 + 2) * 8);
+    for (i32 i = 0; i < L->num_allocations; i++) if (L->allocations[i].writers) munmap(L->allocations[i].writers, watched_bytes(&L->allocations[i]));
     return 0;
 }
 

@@ -50,8 +50,10 @@ def read(memory: Memory) -> list[bytes]:
 
 
 def write(memory: Memory, contents: list[bytes]) -> None:
-    for (lo, _), data in zip(memory.ranges, contents):
-        ctypes.memmove(lo, data, len(data))
+    """Puts back what has changed. Other ranges stay untouched: an input may be mapped read-only."""
+    for (lo, hi), data in zip(memory.ranges, contents):
+        if ctypes.string_at(lo, hi - lo) != data:
+            ctypes.memmove(lo, data, len(data))
 
 
 @dataclass

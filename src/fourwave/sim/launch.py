@@ -84,7 +84,7 @@ class Memory:
                 merged[-1][1] = max(merged[-1][1], hi)
             else:
                 merged.append([lo, hi])
-        return (Allocation * max(1, len(merged)))(*(Allocation(lo, hi, 1, i) for i, (lo, hi) in enumerate(merged)))
+        return (Allocation * max(1, len(merged)))(*(Allocation(lo, hi, 2, i) for i, (lo, hi) in enumerate(merged)))
 
 
 def _interruptible(core: Callable[..., int], raw: RawLaunch) -> int:

@@ -38,7 +38,7 @@ NUM_COUNTERS = 16
 class Allocation(ctypes.Structure):
     _fields_ = [
         ("lo", ctypes.c_uint64), ("hi", ctypes.c_uint64), ("writable", ctypes.c_int32), ("id", ctypes.c_int32),
-        ("writers", ctypes.c_void_p), ("written", ctypes.c_int32), ("pad", ctypes.c_int32),
+        ("writers", ctypes.c_void_p), ("readers", ctypes.c_void_p * 4), ("written", ctypes.c_int32), ("read", ctypes.c_int32),
     ]  # fmt: skip
 
 

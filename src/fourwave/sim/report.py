@@ -26,6 +26,7 @@ _TEXT: dict[tuple[str, int], str] = {
     ("memory", 20): "an atomic operation at an address that is not a multiple of its size",
     ("memory", 22): "accesses memory at an address that is not a multiple of the alignment it states",
     ("memory", 23): "a buffer offset that wraps past 4 GiB",
+    ("memory", 24): "writes global memory that the host has mapped read-only",
     ("memory", 21): "accesses private memory past the kernel's own",
     ("init", 0): "reads LDS that nothing has written",
     ("race", 0): "reads LDS that another wave wrote with no completed write and barrier in between",
@@ -52,6 +53,9 @@ _TEXT: dict[tuple[str, int], str] = {
     ("global", 1): "writes global memory that another wave of the workgroup wrote with no barrier in between",
     ("global", 2): "reads global memory that another workgroup wrote in this launch, with no atomic or ordered access before",
     ("global", 3): "reads global memory that another wave of the workgroup wrote with no barrier in between",
+    ("global", 4): "writes global memory that another workgroup read in this launch, with no atomic or ordered access before",
+    ("global", 5): "writes global memory that another wave of the workgroup read with no barrier in between",
+    ("global", 6): "lanes of one store write one element with different values; which of them stays is not defined",
     ("limit", 2): "internal: an opcode the core does not know",
 }  # fmt: skip
 _ADVICE = {
