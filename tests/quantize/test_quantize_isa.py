@@ -119,7 +119,15 @@ def test_no_spills_where_elements_go_one_by_one(scaling, arch):
 MXFP4 = [
     ("gfx950", "bfloat16", False, True),
     *(
-        pytest.param(arch, dtype, transposed, extras, marks=pytest.mark.slow)
+        pytest.param(
+            arch,
+            dtype,
+            transposed,
+            extras,
+            marks=[pytest.mark.slow]
+            if (dtype, transposed, extras) == ("bfloat16", True, True)
+            else (pytest.mark.slow, pytest.mark.exhaustive),
+        )
         for arch in ("gfx950", "gfx1250", "gfx942")
         for dtype in ("bfloat16", "float32")
         for transposed in (False, True)
@@ -155,6 +163,7 @@ def test_mxfp4(arch, dtype, transposed, extras):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("arch", ["gfx950", "gfx1250", "gfx942"])
 def test_mxfp4_where_elements_go_one_by_one(arch):
     from fourwave.quantize.mxfp4 import Mxfp4Spec
