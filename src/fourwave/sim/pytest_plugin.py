@@ -4,7 +4,7 @@
 
 (It is not registered for every suite of the environment, since loading it loads PyTorch.) Then, in a test:
 
-    @pytest.mark.fourwave_sim(arch="gfx942", completion="random")     # optional; the options of fourwave.sim.session
+    @pytest.mark.fourwave_sim(arch="gfx942", schedule="reverse")     # optional; the options of fourwave.sim.session
     def test_my_kernel(fourwave_sim):
         my_launcher(a, b, out)                                        # CPU tensors
         assert ...
