@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 HOME = str(Path.home())  # holds the compiled core; pytester moves it
 SCRIPT = Path(__file__).with_name("gpu_script.py")
+TRAINING = Path(__file__).with_name("gpu_training_script.py")
 
 
 def invoke(*arguments: str):
@@ -53,11 +54,64 @@ def test_a_gpu_script_runs_unchanged(arch, capsys):
     assert not report.findings, report
 
 
+@pytest.mark.parametrize("arch", sim.ARCHS)
+def test_a_training_script_runs_unchanged(arch, capsys):
+    status, report = run_script(TRAINING, [], arch)
+    assert status == 0, capsys.readouterr().err
+    assert capsys.readouterr().out.strip() == "all right"
+    assert not report.findings, report
+    assert len(report.launches) > 30 and {launch.arch for launch in report.launches} == {arch}
+
+
+@pytest.mark.slow
+def test_a_module_trains_in_a_script():
+    """In a process of its own: fourwave keeps what it learns of the devices."""
+    command = [sys.executable, "-m", "fourwave.cli", "sim", "--arch", "gfx942", str(TRAINING), "--module"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all right" in done.stdout and " 0 findings" in done.stdout
+
+
+def test_a_backward_passs_kernel_must_not_touch_host_tensors(tmp_path):
+    """The host's tensors stay the host's in a backward pass: the gradient is memory of the GPU, a new plain tensor is not."""
+    script = tmp_path / "host_backward.py"
+    script.write_text(
+        LAUNCHER.replace("BARRIER", "fx.gpu.barrier()") + "class Reverse(torch.autograd.Function):\n"
+        "    forward = staticmethod(lambda ctx, x: x * 1)\n"
+        "    backward = staticmethod(lambda ctx, grad: (reverse(grad.contiguous(), torch.empty(256)), grad)[1])\n"
+        "Reverse.apply(torch.rand(256).cuda().requires_grad_()).sum().backward()\n"
+    )
+    _, report = run_script(script, [])
+    assert {(f.kind, f.message.split()[0]) for f in report.findings} == {("memory", "writes")}, report
+
+
+def test_marks_go_with_their_storage(monkeypatch):
+    from fourwave.sim import script
+
+    monkeypatch.setattr(script._marks, "limit", 8)
+    monkeypatch.setattr(script._marks, "least", 8)
+    with script.served_on_cpu("gfx950"):
+        kept = [torch.zeros(4, device="cuda") for _ in range(5)]
+        for _ in range(100):
+            assert torch.zeros(4, device="cuda").is_cuda and not torch.zeros(4).is_cuda
+        assert len(script._marks.storages) <= script._marks.limit < 20
+        assert all(script.is_on_gpu(t) and script.is_on_gpu(script.plain(t)) for t in kept)
+    assert not script._marks.storages
+
+
 def test_the_process_is_as_before():
     from fourwave.sim.script import served_on_cpu
 
     def state():
-        names = (torch.cuda, torch.accelerator, torch.utils.dlpack, torch.version, torch)
+        names = (
+            torch.cuda,
+            torch.accelerator,
+            torch.utils.dlpack,
+            torch.version,
+            torch,
+            torch.autograd,
+            torch.autograd.graph,
+        )
         kept = [{k: id(v) for k, v in vars(module).items() if not k.startswith("__")} for module in names]
         flag = torch.__future__.get_overwrite_module_params_on_conversion()
         return kept, flag, list(sys.path), list(sys.argv), torch.get_default_device(), torch.cuda.is_available()

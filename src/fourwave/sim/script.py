@@ -1,8 +1,9 @@
 """Runs a script written for an AMD GPU on a machine without one: `device="cuda"` is served on the CPU, launches go to the simulator.
 
-Tensors that the script puts on the "GPU" are CPU tensors of a subclass that says it is on cuda:0; PyTorch's subclass rules carry the mark from
-tensor to tensor. A TorchFunctionMode takes the device out of every call before PyTorch sees it. torch.cuda's functions for devices, streams
-and events are replaced for the time the script runs; what is not replaced is PyTorch's own and says that there is no CUDA.
+Tensors that the script puts on the "GPU" are CPU tensors of a subclass that says it is on cuda:0. A TorchFunctionMode takes the device out of
+every call before PyTorch sees it. PyTorch keeps the subclass from tensor to tensor, but not in gradients and saved tensors, so the storages are
+marked: a TorchDispatchMode sees what autograd's C++ does, and marks what is computed from marked storage. torch.cuda's functions for devices,
+streams and events are replaced for the time the script runs; what is not replaced is PyTorch's own and says that there is no CUDA.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from unittest import mock
 
 import torch
 import torch.utils.dlpack
-from torch.overrides import TorchFunctionMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 DEVICE = "cuda:0"
 _COMPUTE_UNITS = {"gfx942": 304, "gfx950": 256, "gfx1250": 256}
@@ -46,10 +50,11 @@ class DeviceTensor(torch.Tensor):
         return 0
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return plain(self).__repr__(**kwargs)[:-1] + f", device='{DEVICE}')"
+        with torch._C.DisableTorchFunction():
+            return plain(self).__repr__(**kwargs)[:-1] + f", device='{DEVICE}')"
 
     def cpu(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        return plain(self).clone()
+        return _transfer(self, False)
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         raise TypeError(f"can't convert a {DEVICE} tensor to numpy; use .cpu() first")
@@ -63,7 +68,13 @@ class DeviceTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: Any) -> Any:
         with torch._C.DisableTorchFunction():
-            return _on_gpu(copy.deepcopy(plain(self), memo))
+            if not self.is_leaf:
+                raise RuntimeError("only leaf tensors support deepcopy; detach the tensor first")
+            result = _on_gpu(copy.deepcopy(plain(self.detach()), memo)).requires_grad_(self.requires_grad)
+            result.__dict__.update(copy.deepcopy(self.__dict__, memo))
+            if self.grad is not None:
+                result.grad = copy.deepcopy(self.grad, memo)
+            return result
 
     def __dlpack_device__(self) -> Any:
         return plain(self).__dlpack_device__()
@@ -72,8 +83,80 @@ class DeviceTensor(torch.Tensor):
         return plain(self).__dlpack__(**{k: v for k, v in kwargs.items() if k != "stream"})
 
 
+# What a tensor on the GPU answers for itself, by any of the names through which a function mode sees the question.
+_ANSWERS = {"device", "is_cuda", "is_cpu", "get_device", "cpu", "numpy", "record_stream", "__repr__", "__array__", "__deepcopy__", "__dlpack__", "__dlpack_device__"}  # fmt: skip
+
+
+class _Marks:
+    """The storages that are on the GPU. A weak reference keeps a storage's address from being used again."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, StorageWeakRef] = {}
+        self.limit = self.least = 1024  # storages at which the dead are dropped
+
+    @staticmethod
+    def storage(tensor: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunction():
+            try:
+                return tensor.untyped_storage()
+            except (RuntimeError, NotImplementedError):  # sparse tensors and other kinds without a storage
+                return None
+
+    def add(self, tensor: torch.Tensor) -> None:
+        if (storage := self.storage(tensor)) is None or storage._cdata in self.storages:
+            return
+        if len(self.storages) >= self.limit:
+            self.storages = {key: mark for key, mark in self.storages.items() if not mark.expired()}
+            self.limit = max(self.least, 2 * len(self.storages))
+        self.storages[storage._cdata] = StorageWeakRef(storage)
+
+    def remove(self, tensor: torch.Tensor) -> None:
+        if (storage := self.storage(tensor)) is not None:
+            self.storages.pop(storage._cdata, None)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return (storage := self.storage(tensor)) is not None and storage._cdata in self.storages
+
+
+_marks = _Marks()
+
+
+def is_on_gpu(value: Any) -> bool:
+    return isinstance(value, DeviceTensor) or (isinstance(value, torch.Tensor) and value in _marks)
+
+
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.as_subclass(torch.Tensor)
+    """The tensor as PyTorch's own class, to work on within this module."""
+    with torch._C.DisableTorchFunction():
+        return tensor.as_subclass(torch.Tensor)
+
+
+def _moved(source: torch.Tensor, gpu: bool) -> torch.Tensor:
+    with torch._C.DisableTorchFunction():
+        result = plain(source).clone()
+        if gpu:
+            return _on_gpu(result)
+        _marks.remove(result)  # the dispatch mode saw a copy of marked storage
+        return result
+
+
+class _Transfer(torch.autograd.Function):
+    """A copy between host and GPU; gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, gpu: bool) -> torch.Tensor:  # type: ignore[override]
+        ctx.gpu = gpu
+        return _moved(source, gpu)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return _transfer(grad, not ctx.gpu), None
+
+
+def _transfer(source: torch.Tensor, gpu: bool) -> torch.Tensor:
+    if source.requires_grad and torch.is_grad_enabled():
+        return _Transfer.apply(source, gpu)
+    return _moved(source, gpu)
 
 
 def _is_gpu(device: Any) -> bool:
@@ -84,11 +167,61 @@ def _is_gpu(device: Any) -> bool:
 
 
 def _on_gpu(value: Any) -> Any:
+    """Mark tensors; what PyTorch made as its own class becomes ours in place, so that leaves stay leaves."""
     if isinstance(value, torch.Tensor):
-        return value if isinstance(value, DeviceTensor) else value.as_subclass(DeviceTensor)
-    if isinstance(value, (tuple, list)) and not hasattr(value, "_fields"):
-        return type(value)(_on_gpu(v) for v in value)
+        _marks.add(value)
+        return _claim(value)
+    if isinstance(value, (tuple, list)):
+        for v in value:
+            _on_gpu(v)
     return value
+
+
+def _claim(value: Any) -> Any:
+    """Give tensors in marked storage our class."""
+    if isinstance(value, torch.Tensor):
+        if type(value) is torch.Tensor and value in _marks:
+            value.__class__ = DeviceTensor  # type: ignore[assignment]
+    elif isinstance(value, (tuple, list)):
+        for v in value:
+            _claim(v)
+    return value
+
+
+class _Memory(TorchDispatchMode):
+    """Marks what is computed from marked storage, and has the function mode on in custom operators.
+
+    PyTorch switches a function mode off while it handles a call, hence in the Python code of an operator as well.
+    """
+
+    def __init__(self, devices: _Devices) -> None:
+        super().__init__()
+        self.devices = devices
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        gpu = any(t in _marks for t in inputs)
+        if func.namespace not in ("aten", "prim", "prims"):
+            key = "CPU"
+            if (
+                (gpu or not inputs)
+                and func._defined_in_python
+                and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CUDA")
+            ):
+                key = "CUDA"
+            with self, self.devices.on():
+                # func itself would come to the function mode again, for the same call.
+                return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            result = func(*args, **kwargs)
+        if gpu:
+            given = {storage._cdata for t in inputs if (storage := _marks.storage(t)) is not None}
+            for t in tree_leaves(result):
+                if isinstance(t, torch.Tensor) and (storage := _marks.storage(t)) is not None:
+                    if storage._cdata not in given:  # host.copy_(gpu) leaves the host's storage where it is
+                        _marks.add(t)
+        return result
 
 
 class _Devices(TorchFunctionMode):
@@ -99,17 +232,30 @@ class _Devices(TorchFunctionMode):
         self.default: torch.device | None = None
         self.factories = _device_constructors()
 
+    def on(self) -> Any:
+        """The mode on for a block, if it is not."""
+        return contextlib.nullcontext() if self in _get_current_function_mode_stack() else self
+
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        _claim(args)
+        return _claim(self.call(func, args, dict(kwargs or {})))
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if args and isinstance(args[0], torch.Tensor):
+            if name == "__get__":
+                name = getattr(func.__self__, "__name__", "")
+                if name in _ANSWERS and args[0] in _marks:
+                    return getattr(DeviceTensor, name).fget(args[0])
+            elif name in _ANSWERS and func is getattr(torch.Tensor, name) and isinstance(args[0], DeviceTensor):
+                return getattr(args[0], name)(*args[1:], **kwargs)
             if name == "cuda":
-                return args[0] if isinstance(args[0], DeviceTensor) else _on_gpu(plain(args[0]).clone())
+                return args[0] if is_on_gpu(args[0]) else _transfer(args[0], True)
             if name == "to":
                 return _to(func, args, kwargs)
-            if name == "type_as" and isinstance(args[0], DeviceTensor) != isinstance(args[1], DeviceTensor):
+            if name == "type_as" and is_on_gpu(args[0]) != is_on_gpu(args[1]):
                 return _to(torch.Tensor.to, args, kwargs)
-            if name == "pin_memory" and not isinstance(args[0], DeviceTensor):
+            if name == "pin_memory" and not is_on_gpu(args[0]):
                 return args[0]
         device = kwargs.get("device")
         if device is None and self.default is not None and func in self.factories:
@@ -119,13 +265,16 @@ class _Devices(TorchFunctionMode):
             kwargs.pop("pin_memory", None)
             result = func(*args, **kwargs)
             if any(result is a for a in args):  # as_tensor(host tensor, device="cuda") is a copy
-                result = result if isinstance(result, DeviceTensor) else result.clone()
+                return result if is_on_gpu(result) else _transfer(result, True)
             return _on_gpu(result)
         if device is not None and any(isinstance(a, DeviceTensor) for a in args):
             result = func(*args, **kwargs)  # randn_like(gpu_tensor, device="cpu") and the like
             if any(result is a for a in args):
-                result = result.clone()
-            return plain(result)
+                return _transfer(result, False) if str(device).startswith("cpu") else result
+            _marks.remove(result)
+            if type(result) is DeviceTensor:
+                result.__class__ = torch.Tensor  # type: ignore[assignment]
+            return result
         kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
 
@@ -145,19 +294,19 @@ def _to(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     other = words.pop("other", None)
     device = words.pop("device", None)
     words = {name: value for name, value in words.items() if value is not None}
-    gpu = isinstance(source, DeviceTensor)
+    here = is_on_gpu(source)
+    gpu = here
     if other is not None:
-        gpu = isinstance(other, DeviceTensor)
+        gpu = is_on_gpu(other)
         words["dtype"] = other.dtype
     elif device is not None:
         if str(device).startswith("meta"):
             return func(plain(source), device, **words)
         gpu = _is_gpu(device)
     result = func(plain(source), **words) if words else plain(source)
-    if gpu != isinstance(source, DeviceTensor):
-        if result.data_ptr() == source.data_ptr():
-            result = result.clone()
-    elif result.data_ptr() == source.data_ptr() and result.dtype == source.dtype:
+    if gpu != here:
+        return _transfer(result, gpu)
+    if result.data_ptr() == source.data_ptr() and result.dtype == source.dtype:
         return source
     return _on_gpu(result) if gpu else result
 
@@ -259,6 +408,12 @@ def served_on_cpu(arch: str) -> Iterator[None]:
         "set_device_index": lambda device: None,
     }  # fmt: skip
     devices = _Devices()
+    run_backward = torch.autograd.graph._engine_run_backward
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        with devices.on():  # Tensor.backward is a call that the mode handles, so it is off here
+            return run_backward(*args, **kwargs)
+
     from_dlpack = torch.from_dlpack
 
     def set_default_device(device: Any) -> None:
@@ -266,12 +421,12 @@ def served_on_cpu(arch: str) -> Iterator[None]:
 
     def import_dlpack(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         result = from_dlpack(tensor, *args, **kwargs)
-        return _on_gpu(result) if isinstance(tensor, DeviceTensor) else result
+        return _on_gpu(result) if is_on_gpu(tensor) else result
 
     def ranges(value: Any) -> list[tuple[int, int]]:
         """A host tensor is not among the memory that a GPU's kernel may touch."""
         tensor = value if isinstance(value, torch.Tensor) else getattr(value, "torch_tensor", None)
-        return [] if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DeviceTensor) else all_ranges(value)
+        return [] if isinstance(tensor, torch.Tensor) and not is_on_gpu(tensor) else all_ranges(value)
 
     all_ranges = flydsl_hook._ranges
     with contextlib.ExitStack() as stack:
@@ -283,13 +438,16 @@ def served_on_cpu(arch: str) -> Iterator[None]:
         for owner, name, value in (
             (torch, "Generator", Generator), (torch.version, "hip", "simulated"), (torch, "set_default_device", set_default_device),
             (torch, "get_default_device", lambda: devices.default or torch.device("cpu")), (torch, "from_dlpack", import_dlpack),
-            (torch.utils.dlpack, "from_dlpack", import_dlpack),
+            (torch.utils.dlpack, "from_dlpack", import_dlpack), (torch.autograd, "_engine_run_backward", backward),
+            (torch.autograd.graph, "_engine_run_backward", backward),
         ):  # fmt: skip
             stack.enter_context(mock.patch.object(owner, name, value))
         # Module.cuda() makes new parameters; by default it would keep the old ones' class and change their storage.
         overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrite)
+        stack.callback(lambda: _marks.storages.clear())
+        stack.enter_context(_Memory(devices))
         stack.enter_context(devices)
         yield
 
