@@ -85,6 +85,17 @@ def test_a_backward_passs_kernel_must_not_touch_host_tensors(tmp_path):
     assert {(f.kind, f.message.split()[0]) for f in report.findings} == {("memory", "writes")}, report
 
 
+def test_compiled_functions_run_uncompiled():
+    from fourwave.sim.script import served_on_cpu
+
+    def backend(graph, inputs):
+        raise AssertionError("compiled")
+
+    with served_on_cpu("gfx950"):
+        y = torch.compile(lambda x: x * 2 + 1, backend=backend)(torch.ones(3, device="cuda"))
+        assert y.is_cuda and y.tolist() == [3, 3, 3]
+
+
 def test_marks_go_with_their_storage(monkeypatch):
     from fourwave.sim import script
 
