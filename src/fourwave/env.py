@@ -3,8 +3,8 @@
 FOURWAVE_BACKEND    backend for calls that name none: ``auto`` (default), ``native``, ``flydsl``, ``hopper``, ``sim``,
                     ``sim:gfx942``, ``sim:gfx950``, or one per precision, ``bf16=sim,fp32=native``. Read on every call, so a change of
                     ``os.environ`` takes effect at once.
-FOURWAVE_AUTOTUNE   ``1``: time the candidates for each kind of grouped GEMM once and keep the winners in the cache. Unset: fixed
-                    defaults, nothing is timed.
+FOURWAVE_AUTOTUNE   ``1``: on an AMD GPU, time the candidates for each kind of GEMM and grouped GEMM once and keep the winners in the
+                    cache. Unset: fixed defaults, nothing is timed and no winner is read.
 CC                  C compiler that builds the simulator's native core; unset: cc, gcc, clang, then the ziglang package.
 ROCM_PATH           where ROCm is, for the linker of `fourwave explain --isa`; unset: ``/opt/rocm``.
 XDG_CACHE_HOME      folder that holds ``fourwave/``, the cache of what is built once per machine; unset: ``~/.cache``.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,17 +85,21 @@ class FlyDSLBackend(Backend):
         return gemm_config.why_unsupported(problem, config, arch)
 
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
-        return describe_amd_gemm(problem, config, self._arch())
+        arch = self._arch()
+        if config is not None:
+            return describe_amd_gemm(problem, config, arch)
+        from fourwave.tune.gemm import described
+
+        config, reasons = described(problem, arch)
+        return replace(describe_amd_gemm(problem, config, arch), reasons=reasons)
 
     def run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         from fourwave.ops.gemm import amd
-        from fourwave.ops.gemm.config import default_config
+        from fourwave.tune.gemm import config_for
 
         arch = device_arch(tensors.a.device.index)
-        if config is None:
-            config = default_config(problem, arch)[0]
         with torch.cuda.device(tensors.a.device):
-            return amd.run(problem, config, arch, tensors)
+            return amd.run(problem, config or config_for(problem, arch, tensors), arch, tensors)
 
     def why_grouped_unsupported(self, problem: GroupedProblem, config: GroupedConfig | None) -> str | None:
         if problem.device_type != "cuda":
@@ -118,10 +123,10 @@ class FlyDSLBackend(Backend):
 
     def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         from fourwave.ops.gemm import amd
-        from fourwave.ops.gemm.config import default_config
+        from fourwave.tune.gemm import chosen
 
         arch = self._arch()
-        return amd.copies(problem, config or default_config(problem, arch)[0], arch, tensors)
+        return amd.copies(problem, config or chosen(problem, arch), arch, tensors)
 
     def why_quantize_unsupported(self, problem: QuantizeProblem) -> str | None:
         from fourwave.quantize import amd

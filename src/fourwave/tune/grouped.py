@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import logging
-import statistics
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,28 +18,10 @@ from fourwave.ops.grouped_gemm.config import (
     why_unsupported,
 )
 from fourwave.ops.grouped_gemm.problem import ROWS, GroupedProblem, GroupedTensors
+from fourwave.tune import search
 from fourwave.tune.cache import WinnerCache
 
-logger = logging.getLogger("fourwave.tune")
-WARMUPS, SAMPLES = 3, 7
-
 Measure = Callable[[GroupedConfig], float]
-
-
-@functools.lru_cache(maxsize=1)
-def cache() -> WinnerCache:
-    return WinnerCache(env.cache_dir() / "tune")
-
-
-@functools.lru_cache(maxsize=1)
-def kernel_version() -> str:
-    """Changes with every change of the kernels' source."""
-    package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for folder in ("blocks/flydsl", "ops/grouped_gemm"):
-        for path in sorted((package / folder).glob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def key_of(problem: GroupedProblem, arch: str) -> dict[str, Any]:
@@ -52,15 +29,11 @@ def key_of(problem: GroupedProblem, arch: str) -> dict[str, Any]:
     rows = "M" if problem.split == ROWS else "K"
     fixed = {name: getattr(problem, name) for name in ("M", "N", "K") if name != rows}
     return {
-        "op": "grouped_gemm", "arch": arch, "kernels": kernel_version(), "rows": _next_power(problem.rows),
-        "groups": _next_power(problem.G), **fixed, "split": problem.split, "layout": problem.layout,
+        "op": "grouped_gemm", "arch": arch, "kernels": search.kernel_version("grouped_gemm"), "rows": search.next_power(problem.rows),
+        "groups": search.next_power(problem.G), **fixed, "split": problem.split, "layout": problem.layout,
         "b_preshuffled": problem.b_preshuffled, "a": str(problem.a_dtype), "b": str(problem.b_dtype), "out": str(problem.out_dtype),
         "a_scaling": problem.a_scaling, "b_scaling": problem.b_scaling, "accumulate": problem.accumulate,
     }  # fmt: skip
-
-
-def _next_power(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
 
 
 def pruned(problem: GroupedProblem, arch: str) -> list[GroupedConfig]:
@@ -79,31 +52,16 @@ def pruned(problem: GroupedProblem, arch: str) -> list[GroupedConfig]:
 def choose(
     problem: GroupedProblem, arch: str, measure: Measure, *, store: WinnerCache | None = None, capturing: bool = False
 ) -> GroupedConfig:
-    """The winner for problem: from the cache, or the fastest of the candidates by `measure` (seconds).
-
-    capturing: a graph is being captured, in which nothing may be run: a winner that is in memory, or the default.
-    """
-    store = store or cache()
-    key = key_of(problem, arch)
-    if capturing:
-        return _config(store.in_memory(key), problem, arch) or default_config(problem, arch)[0]
-    if (known := _config(store.get(key), problem, arch)) is not None:
-        return known
-    with store.searching(key):
-        if (known := _config(store.get(key), problem, arch)) is not None:
-            return known
-        times: dict[GroupedConfig, float] = {}
-        for config in pruned(problem, arch):
-            try:
-                times[config] = measure(config)
-            except (RuntimeError, NotImplementedError) as error:
-                logger.warning("%s of %s cannot be timed: %s", config, problem, error)
-        if not times:
-            return default_config(problem, arch)[0]
-        best = min(times, key=times.__getitem__)
-        logger.info("%s: %s, %.3g s, of %d", problem, best, times[best], len(times))
-        store.put(key, asdict(best))
-        return best
+    """As search.choose."""
+    return search.choose(
+        key_of(problem, arch),
+        read=lambda winner: _config(winner, problem, arch),
+        candidates=lambda: pruned(problem, arch),
+        default=lambda: default_config(problem, arch)[0],
+        measure=measure,
+        store=store,
+        capturing=capturing,
+    )
 
 
 def _config(winner: dict[str, Any] | None, problem: GroupedProblem, arch: str) -> GroupedConfig | None:
@@ -118,22 +76,12 @@ def _config(winner: dict[str, Any] | None, problem: GroupedProblem, arch: str) -
 
 
 def measure_on_gpu(problem: GroupedProblem, arch: str, tensors: GroupedTensors) -> Measure:
-    """Median seconds of the kernel by the device's events, into an output of its own."""
+    """search.median_seconds of the kernel, into an output of its own."""
     from fourwave.ops.grouped_gemm import amd
 
     def measure(config: GroupedConfig) -> float:
         scratch = tensors._replace(out=torch.zeros_like(tensors.out))
-        for _ in range(WARMUPS):
-            amd.run(problem, config, arch, scratch)
-        times = []
-        for _ in range(SAMPLES):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            amd.run(problem, config, arch, scratch)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1000)
-        return statistics.median(times)
+        return search.median_seconds(lambda: amd.run(problem, config, arch, scratch))
 
     return measure
 

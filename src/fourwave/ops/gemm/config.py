@@ -281,7 +281,7 @@ def _default_config(problem, arch):
     choices = [
         choice
         for config in supported or configs
-        for choice in (config, *(() if problem.b_preshuffled else _split_candidates(problem, config, arch)))
+        for choice in (config, *(() if problem.b_preshuffled else split_candidates(problem, config, arch)))
     ]
     times = {config: modelled_time(problem, config, arch) for config in (*choices, *configs)}
     config = min(choices, key=times.__getitem__)  # the first of equals
@@ -315,7 +315,7 @@ def _default_config(problem, arch):
     return config, (*refused_tuned, *reasons)
 
 
-def _split_candidates(problem, config, arch):
+def split_candidates(problem: GemmProblem, config: GemmConfig, arch: str) -> list[GemmConfig]:
     """config with K split, as long as there are compute units for the parts and each has a few K tiles."""
     parts = [
         split
