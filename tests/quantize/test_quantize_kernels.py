@@ -163,7 +163,8 @@ def test_rows_far_apart(name: str, arch: str) -> None:
     assert 139 * pitch > 2**31
     view.copy_(x)
     q = fw.quantize(view, name, "both", backend=f"sim:{arch}")
-    result = QuantizeCase(140, 48, name, "both").compare(q, x)
+    fnuz = arch == "gfx942" and not FORMATS[name].is_mx  # what that arch reads
+    result = QuantizeCase(140, 48, name, "both", fnuz=fnuz).compare(q, x)
     assert result.passed, result.problems
 
 
