@@ -142,7 +142,7 @@ def test_mxfp4(arch, dtype, transposed, extras):
     """extras: stochastic rounding and both Hadamard transforms."""
     from fourwave.quantize.mxfp4 import CODES_BYTES, X_BYTES, Mxfp4Spec
 
-    spec = Mxfp4Spec(arch, dtype, "floor", True, True, transposed, *[extras] * 3, True, True, True)
+    spec = Mxfp4Spec(arch, dtype, "floor", True, True, transposed, extras, extras, extras, True, True, True)
     kernel = isa.compile_spec("fourwave.quantize.amd", spec, arch)
     print(kernel)
     assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
