@@ -228,13 +228,20 @@ def memory_type(t: str) -> str:
     return "i8" if t == "i1" else t
 
 
+def alignment(t: str) -> str:
+    """What a load or store of one item of an array states: a vector is only as aligned as its elements (LLVM's default would be more)."""
+    if not (vector := re.fullmatch(r"vector<\d+x[a-z]+(\d+)>", t)):
+        return ""
+    return f" {{alignment = {max(1, int(vector[1]) // 8)} : i64}}"
+
+
 def load_item(name: str, t: str, pointer: str, item: str = "%item") -> str:
     """Text that loads element `item` of an array of `t`; an i1 is a byte in memory."""
     m = memory_type(t)
     raw = f"{name}_byte" if t == "i1" else name
     text = f"""
   {name}_ptr = llvm.getelementptr {pointer}[{item}] : (!llvm.ptr<1>, i64) -> !llvm.ptr<1>, {m}
-  {raw} = llvm.load {name}_ptr : !llvm.ptr<1> -> {m}"""
+  {raw} = llvm.load {name}_ptr{alignment(m)} : !llvm.ptr<1> -> {m}"""
     return text + (f"\n  {name} = llvm.trunc {raw} : i8 to i1" if t == "i1" else "")
 
 
@@ -246,7 +253,7 @@ def store_item(name: str, t: str, pointer: str, item: str = "%item") -> str:
         text
         + f"""
   {name}_to = llvm.getelementptr {pointer}[{item}] : (!llvm.ptr<1>, i64) -> !llvm.ptr<1>, {m}
-  llvm.store {value}, {name}_to : {m}, !llvm.ptr<1>"""
+  llvm.store {value}, {name}_to{alignment(m)} : {m}, !llvm.ptr<1>"""
     )
 
 

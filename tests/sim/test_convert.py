@@ -24,7 +24,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from machine import launch, lower
+from machine import alignment, launch, lower
 
 from fourwave.sim import UnknownOperation
 from fourwave.sim.lowering import HANDLERS
@@ -163,13 +163,13 @@ def per_lane(body: str, inputs: list[tuple[str, np.ndarray]], result: str, arch:
     for n, (t, v) in zip(names, inputs):
         stride = t.replace("vector", "!llvm.array").replace("x", " x ")
         text += f"""%{n}p = llvm.getelementptr %{n}in[%item] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, {stride}
-          %{n} = llvm.load %{n}p : !llvm.ptr<1> -> {t}\n"""
+          %{n} = llvm.load %{n}p{alignment(t)} : !llvm.ptr<1> -> {t}\n"""
         raw = np.ascontiguousarray(v).view(np.uint8).reshape(count, -1)
         padded.append(np.concatenate([raw, np.zeros((-count % wave, raw.shape[1]), np.uint8)]))
     stride = result.replace("vector", "!llvm.array").replace("x", " x ")
     text += f"""{body}
       %rp = llvm.getelementptr %out[%item] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, {stride}
-      llvm.store %r, %rp : {result}, !llvm.ptr<1>"""
+      llvm.store %r, %rp{alignment(result)} : {result}, !llvm.ptr<1>"""
     program = lower(text, ", ".join(f"%{n}in: !llvm.ptr<1>" for n in names) + ", %out: !llvm.ptr<1>", arch=arch)
     size = {"i32": 4, "f32": 4}.get(result) or int(result[7 : result.index("x")]) * {
         "f32": 4,
