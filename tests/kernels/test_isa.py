@@ -20,10 +20,11 @@ from fourwave.perf import isa
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
 
 LAYOUTS = ("TN", "NN", "NT")
-# The largest tile of each layout and target: where registers are tight. The others are slow tests.
+# The largest tile of each layout and target: where registers are tight. The others are slow tests, but for TIGHTEST those too.
 QUICK = [(arch, layout, 0) for arch in ARCHS for layout in LAYOUTS]
 REST = [(arch, layout, i) for arch in ARCHS for layout in LAYOUTS for i in range(1, 5)]
-ALL = [pytest.param(*case) for case in QUICK] + [
+TIGHTEST = [("gfx950", "TN", 0), ("gfx950", "NT", 0), ("gfx942", "TN", 0), ("gfx942", "NN", 0)]
+ALL = [pytest.param(*case, marks=() if case in TIGHTEST else pytest.mark.slow) for case in QUICK] + [
     pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for case in REST
 ]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -162,7 +163,7 @@ def test_block_scales(layout, index):
     assert len(counted) == loop.barriers
 
 
-@pytest.mark.parametrize(("layout", "index"), [(layout, 0) for layout in LAYOUTS] + [pytest.param(layout, i, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for layout in LAYOUTS for i in range(1, 4)])  # fmt: skip
+@pytest.mark.parametrize(("layout", "index"), [("TN", 0), pytest.param("NN", 0, marks=pytest.mark.slow), pytest.param("NT", 0, marks=pytest.mark.slow)] + [pytest.param(layout, i, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for layout in LAYOUTS for i in range(1, 4)])  # fmt: skip
 def test_dequantized(layout, index):
     """gfx942: codes and scales to registers, bfloat16 to LDS, no conditions in scalar registers that would spill."""
     dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
