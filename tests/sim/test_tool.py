@@ -226,7 +226,13 @@ def test_the_corrected_twins_have_no_findings(name):
 
 
 def test_checks_can_be_chosen():
-    for checks, found in (("memory,init", False), ("race", True), ("all", True)):
+    for checks, found in (
+        ("memory,init", False),
+        ("race", True),
+        ("all", True),
+        ("memcheck", False),
+        ("racecheck,init", True),
+    ):
         result = invoke("--checks", checks, str(EXAMPLES / "race.py"))
         assert (": race: " in result.output) is found and (" 0 findings" in result.output) is not found
 
@@ -364,6 +370,11 @@ def test_run_takes_the_sessions_options(tmp_path):
     x, y = torch.arange(256.0), torch.empty(256)
     assert {f.kind for f in sim.run(reverse, x, y, checks=("race",)).findings} == {"race"}
     assert not sim.run(reverse, x, y, checks=("memory",)).findings
+    assert {f.kind for f in sim.run(reverse, x, y, checks="racecheck").findings} == {"race"}
+    assert {f.kind for f in sim.run(reverse, x, y, checks="all").findings} >= {"race"}
+    assert not sim.run(reverse, x, y, checks="memcheck, synccheck").findings
+    with pytest.raises(ValueError, match=r"checks=\['luck'\] are not known.*racecheck"):
+        sim.run(reverse, x, y, checks="luck")
     with pytest.raises(sim.SimulationError):
         sim.run(reverse, x, y, on_finding="raise")
     with pytest.raises(ValueError, match="completion"):

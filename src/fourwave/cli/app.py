@@ -211,7 +211,12 @@ def sim_command(
         str, typer.Option("--arch", metavar="ARCH", help="GPU to simulate: gfx950, gfx942, gfx1250.")
     ] = "gfx950",
     checks: Annotated[
-        str, typer.Option("--checks", metavar="LIST", help="all, or some of memory,init,race,wait,barrier,global.")
+        str,
+        typer.Option(
+            "--checks",
+            metavar="LIST",
+            help="all, or some of memory,init,race,wait,barrier,global; or memcheck,initcheck,racecheck,waitcheck,synccheck.",
+        ),
     ] = "all",
     completion: Annotated[
         str, typer.Option("--completion", metavar="WHEN", help="When copies to LDS land: late, early or random.")

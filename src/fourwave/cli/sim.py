@@ -36,7 +36,6 @@ def run(
         con.fail(f"no such script: {script}")
     if expect is not None and not mutate:
         con.fail("--expect lists accepted survivors of --mutate; give both")
-    wanted = sim.CHECKS if checks == "all" else tuple(c.strip() for c in checks.split(",") if c.strip())
     accepted: dict[str, str] = {}
     if expect is not None:
         try:
@@ -52,7 +51,7 @@ def run(
     harness = Harness(progress=progress) if mutate else None
     try:
         status, report = run_script(
-            script, arguments, arch, checks=wanted, completion=completion, schedule=schedule, threads=threads,
+            script, arguments, arch, checks=checks, completion=completion, schedule=schedule, threads=threads,
             step_limit=step_limit or (STEP_LIMIT if mutate else 0), harness=harness,
         )  # fmt: skip
     except ValueError as error:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,7 +71,7 @@ def unavailable(arch: str = "gfx950") -> str | None:
 def session(
     arch: str = "gfx950",
     *,
-    checks: tuple[str, ...] = CHECKS,
+    checks: str | Iterable[str] = "all",
     completion: str = "late",
     schedule: str = "forward",
     threads: int | None = None,
@@ -87,7 +87,8 @@ def session(
     """Run the FlyDSL launches of the block on the simulator, with CPU tensors, and yield the Report they add to.
 
     arch        "gfx950", "gfx942" or "gfx1250": what FlyDSL compiles for
-    checks      any of "memory", "init", "race", "wait", "barrier", "global"
+    checks      "all", or any of "memory", "init", "race", "wait", "barrier", "global", or by checker "memcheck", "initcheck", "racecheck"
+                (race and global), "waitcheck", "synccheck" (barrier); a list, or with commas between
     completion  when a copy to LDS lands: "late", at the wait that covers it, "early", at once, or "random", in between
     schedule    order in which a workgroup's waves take turns: "forward", "reverse" or "random:SEED"
     threads     host threads; None: all cores
@@ -106,7 +107,7 @@ def session(
     if on_finding not in ("record", "raise"):
         raise ValueError(f"on_finding={on_finding!r}; it can be 'record' or 'raise'")
     options = Options(
-        tuple(checks), completion, schedule, threads, step_limit, count_bank_conflicts, workgroups, mutate, trace=trace
+        checks, completion, schedule, threads, step_limit, count_bank_conflicts, workgroups, mutate, trace=trace
     )
     if reason := unavailable(arch):
         raise ValueError(reason) if arch not in ARCHS else RuntimeError(reason)

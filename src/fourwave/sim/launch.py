@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,13 +23,35 @@ _MAX_FINDINGS = 128
 _MAX_EVENTS = 1 << 20
 COMPLETIONS = ("late", "early", "random")
 CHECKS = ("memory", "init", "race", "wait", "barrier", "global")
+# What compute-sanitizer and its like call them.
+CHECKERS = {
+    "memcheck": ("memory",),
+    "initcheck": ("init",),
+    "racecheck": ("race", "global"),
+    "waitcheck": ("wait",),
+    "synccheck": ("barrier",),
+}
+
+
+def checks_of(names: str | Iterable[str]) -> tuple[str, ...]:
+    """The checks that `names` means: "all", checks and checkers (memcheck, racecheck, ...), in a list or with commas between.
+
+    An empty list means none. Raises ValueError for a name that is neither.
+    """
+    given = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    if unknown := [name for name in given if name not in ("all", *CHECKS, *CHECKERS)]:
+        raise ValueError(
+            f"checks={unknown} are not known; the checks are {', '.join(CHECKS)}, or by checker {', '.join(CHECKERS)}, or all"
+        )
+    chosen = {check for name in given for check in (CHECKS if name == "all" else CHECKERS.get(name, (name,)))}
+    return tuple(check for check in CHECKS if check in chosen)
 
 
 @dataclass(frozen=True)
 class Options:
     """How a session simulates; the fields are session()'s keywords."""
 
-    checks: tuple[str, ...] = CHECKS
+    checks: str | Iterable[str] = CHECKS  # kept as a tuple of CHECKS
     completion: str = "late"
     schedule: str = "forward"
     threads: int | None = None
@@ -41,8 +63,7 @@ class Options:
     trace: bool = False  # of the first workgroup: Launch.events
 
     def __post_init__(self) -> None:
-        if unknown := set(self.checks) - set(CHECKS):
-            raise ValueError(f"checks={sorted(unknown)} are not known; the checks are {', '.join(CHECKS)}")
+        object.__setattr__(self, "checks", checks_of(self.checks))
         if self.completion not in COMPLETIONS:
             raise ValueError(f"completion={self.completion!r}; it can be {', '.join(COMPLETIONS)}")
         if self.schedule not in ("forward", "reverse") and not self.schedule.startswith("random"):
