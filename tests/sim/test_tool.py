@@ -240,6 +240,12 @@ def test_checks_can_be_chosen():
 # Mutation
 
 
+def test_the_survivor_of_an_example_is_expected():
+    result = invoke("--mutate", "--expect", str(EXAMPLES / "race_fixed.expect"), str(EXAMPLES / "race_fixed.py"))
+    assert result.exit_code == 0, result.output
+    assert "1 accepted; 0 unexplained" in result.output
+
+
 def test_mutate_lists_every_fault_of_a_kernel(tmp_path):
     record = tmp_path / "record.json"
     result = invoke("--mutate", "--json", str(record), str(EXAMPLES / "missing_wait_fixed.py"))
