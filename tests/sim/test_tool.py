@@ -240,6 +240,7 @@ def test_checks_can_be_chosen():
 # Mutation
 
 
+@pytest.mark.slow
 def test_the_survivor_of_an_example_is_expected():
     result = invoke("--mutate", "--expect", str(EXAMPLES / "race_fixed.expect"), str(EXAMPLES / "race_fixed.py"))
     assert result.exit_code == 0, result.output
