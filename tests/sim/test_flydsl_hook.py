@@ -253,7 +253,7 @@ def test_sessions_belong_to_their_thread() -> None:
 
 
 @pytest.mark.parametrize(("options", "text"), [
-    ({"arch": "gfx90a"}, "gfx90a"), ({"arch": "sm_90a"}, "sm_90a"), ({"on_finding": "ignore"}, "on_finding"), ({"checks": ("all",)}, "checks"),
+    ({"arch": "gfx90a"}, "gfx90a"), ({"arch": "sm_90a"}, "sm_90a"), ({"on_finding": "ignore"}, "on_finding"), ({"checks": ("everything",)}, "checks"),
     ({"completion": "never"}, "completion"), ({"schedule": "random:1"}, "schedule"),
 ])  # fmt: skip
 def test_bad_options_raise_before_anything_runs(options: dict, text: str) -> None:
