@@ -115,7 +115,8 @@ class Lowering:
         self.values: dict[Any, Value] = {}
         self.types: dict[Any, Any] = {}
         self.operands: list[Any] = []  # of the operation being lowered; asking MLIR's bindings again is slow
-        self.places: dict[str, int] = {}  # location text -> line index
+        self.typed: tuple[Any, Any] = (None, None)  # the operation that result_type was last asked for, and its answer
+        self.places: dict[Any, int] = {}  # location, as an attribute, which compares without its text -> line index
         self.lines: dict[Frames, int] = {}
         self.line = 0
         self.block: Block = Block("entry")
@@ -320,10 +321,10 @@ class Lowering:
         return registers
 
     def _line(self, o: Any) -> int:
-        text = str(o.location)
-        if text not in self.places:
-            self.places[text] = self.lines.setdefault(find_frames(text), len(self.lines))
-        return self.places[text]
+        location = o.location.attr
+        if location not in self.places:
+            self.places[location] = self.lines.setdefault(find_frames(str(o.location)), len(self.lines))
+        return self.places[location]
 
     def _lower(self, o: Any) -> None:
         self.line = self._line(o)
@@ -337,10 +338,11 @@ class Lowering:
             raise
         except NotImplementedError as error:  # a type or constant without a model: say where
             raise self.fail(f"this {o.name}: {error}", o) from error
-        if len(o.results) == 1 and str(o.results[0].type) != "!llvm.void":
+        if len(o.results) == 1:
             result = plain(self.ir, o.results[0])
-            self.values[result] = results
-            self.types[result] = parse(str(result.type))
+            if self.typed[0] is o or str(result.type) != "!llvm.void":
+                self.values[result] = results
+                self.types[result] = self.result_type(o)
 
     def operand(self, o: Any, index: int) -> Value:
         return self.values[self.operands[index]]
@@ -349,7 +351,9 @@ class Lowering:
         return self.types[self.operands[index]]
 
     def result_type(self, o: Any) -> Any:
-        return parse(str(o.results[0].type))
+        if self.typed[0] is not o:
+            self.typed = o, parse(str(o.results[0].type))
+        return self.typed[1]
 
     def integer_attribute(self, o: Any, name: str, default: int = 0) -> int:
         return self.ir.IntegerAttr(o.attributes[name]).value if name in o.attributes else default
