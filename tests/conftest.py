@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,30 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 _PROVER: pytest.StashKey[Any] = pytest.StashKey()
+
+
+def pytest_collection_finish() -> None:
+    # What torch, FlyDSL and pytest hold stays to the end, and tracing a kernel makes many small objects: fewer collections,
+    # which leave the former alone.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5000, 10, 10)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why tests were skipped, each reason once. (-rs would repeat it for each line of each file.)"""
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for report in terminalreporter.stats.get("skipped", []):
+        file, _, reason = (
+            report.longrepr if isinstance(report.longrepr, (tuple, list)) else ("", 0, str(report.longrepr))
+        )
+        places[reason.removeprefix("Skipped: ")].append(report.nodeid.partition("::")[0] or file)
+    if places:
+        terminalreporter.section("why tests were skipped")
+    for reason, files in sorted(places.items(), key=lambda each: -len(each[1])):
+        names = sorted(set(files))
+        where = names[0] + (f" and {len(names) - 1} more files" if len(names) > 1 else "")
+        terminalreporter.write_line(f"{len(files):5}  {reason}  [{where}]")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
