@@ -42,9 +42,14 @@ class KernelCall:
 
 @contextlib.contextmanager
 def sessions(**options: Any) -> Iterator[None]:
-    """Sessions opened meanwhile get these options, too."""
-    with mock.patch.object(sim, "session", functools.partial(sim.session, **options)):
-        yield
+    """Sessions opened meanwhile get these options, too; memory that torch leaves as it was holds NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with mock.patch.object(sim, "session", functools.partial(sim.session, **options)):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _gemm(arch: str, case: GemmCase, config: Any) -> Callable[[], list[str]]:

@@ -1,19 +1,27 @@
 """Plants every fault of fourwave.sim.mutate in every kernel of ours, and runs each launch in every order.
 
-    python tests/kernels/faults.py [--only REGEX] [--record FILE] [--table FILE] [--again]
+    python tests/kernels/faults.py [--only REGEX] [--record FILE] [--table FILE] [--commit TEXT] [--again]
 
 prints each kernel's numbers and the faults that nothing notices; the exit status is 1 where one of those is not in REDUNDANT, or where an
-order changes a bit. --record keeps what was found, a line of JSON a kernel, and does not try those again that it holds (--again: does).
---table writes the numbers into a Markdown file, after its line <!-- made by ... -->.
+order changes a bit.
+
+--record keeps what was found, a line of JSON a kernel, with a fingerprint of what it depends on: the lane program, the launch, the memory that
+it met (fourwave.sim.harness.launch_fingerprint), and the simulator. A later run with that record makes every call again and tries the kernels
+anew whose fingerprint is another; where no source file has changed at all it does not even make the call. --again tries all.
+--table writes the numbers into a Markdown file, after its line <!-- made by ... -->. --commit: what the record and the table call the state of
+the tree (without it: git's HEAD).
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
+import hashlib
 import json
 import linecache
 import re
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -27,7 +35,7 @@ if __name__ == "__main__":
 
 from every_kernel import ARCHS, KernelCall, calls, sessions
 
-from fourwave.sim.harness import Harness, Orders, Outcome, read, write
+from fourwave.sim.harness import Fingerprints, Harness, Orders, Outcome, read, simulator_fingerprint, write
 from fourwave.sim.launch import Memory
 from fourwave.sim.mutate import Fault
 from fourwave.sim.report import Report
@@ -125,11 +133,17 @@ class Both:
 
 
 def try_call(
-    call: KernelCall, choose: Callable[[Fault], bool] | None = None, orders: bool = True
+    call: KernelCall,
+    choose: Callable[[Fault], bool] | None = None,
+    orders: bool = True,
+    prints: Fingerprints | None = None,
 ) -> tuple[list[str], list[Outcome]]:
-    """(what was wrong with the result or differed between orders, what became of the faults)."""
+    """(what was wrong with the result or differed between orders, what became of the faults). prints: filled."""
     turns, faults = Orders(), Harness(choose=choose)
-    with sessions(harness=Both(turns, faults) if orders else faults, threads=1):
+    harness: Any = Both(turns, faults) if orders else faults
+    if prints is not None:
+        prints.then = harness
+    with sessions(harness=harness if prints is None else prints, threads=1):
         wrong = call.run()
     return wrong + turns.differences, faults.outcomes
 
@@ -145,26 +159,75 @@ def forget_kernels() -> None:
     gc.collect()
 
 
+@functools.cache
+def sources() -> str:
+    """A fingerprint of every source file that a call could depend on."""
+    root = Path(__file__).parents[2]
+    folders = (root / "src", *(root / "tests" / name for name in ("kernels", "grouped", "quantize")))
+    files = sorted(
+        f for folder in folders for f in folder.rglob("*") if f.suffix in (".py", ".c", ".h", ".inc", ".def", ".json")
+    )
+    digest = hashlib.sha256()
+    for f in files:
+        digest.update(f"{f.relative_to(root)}\0".encode() + f.read_bytes() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def commit() -> str:
+    """git's HEAD of this tree, "+" where files differ from it; "" outside a repository."""
+
+    def git(*arguments: str) -> str | None:
+        done = subprocess.run(("git", *arguments), cwd=Path(__file__).parent, capture_output=True, text=True)
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    head = git("rev-parse", "--short=12", "HEAD")
+    return f"{head}{'+' if git('status', '--porcelain') else ''}" if head else ""
+
+
+def survivor(call: KernelCall, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "fault": outcome.fault,
+        "kernel": outcome.kernel,
+        "lines": [f"{Path(file).name}:{line}" for file, line in ((outcome.file, outcome.line), *outcome.stack)],
+        "text": linecache.getline(*(outcome.stack or [(outcome.file, outcome.line)])[-1]).strip(),
+        "reason": why_redundant(full_name(call), outcome),
+    }
+
+
 def record(call: KernelCall) -> dict[str, Any]:
     start = time.perf_counter()
-    wrong, outcomes = try_call(call)
-    survivors = [
-        {
-            "fault": o.fault,
-            "kernel": o.kernel,
-            "lines": [f"{Path(file).name}:{line}" for file, line in ((o.file, o.line), *o.stack)],
-            "text": linecache.getline(*(o.stack or [(o.file, o.line)])[-1]).strip(),
-            "reason": why_redundant(full_name(call), o),
-        }
-        for o in outcomes
-        if o.survived
-    ]
+    prints = Fingerprints()
+    wrong, outcomes = try_call(call, prints=prints)
     hows = Counter(o.how or "survived" for o in outcomes)
     kinds = Counter(o.fault.rpartition(" #")[0] for o in outcomes)
     return {
         "arch": call.arch, "call": call.name, "wrong": wrong, "faults": len(outcomes), "how": dict(hows), "kinds": dict(kinds),
-        "survivors": survivors, "seconds": round(time.perf_counter() - start, 1),
+        "survivors": [survivor(call, o) for o in outcomes if o.survived], "seconds": round(time.perf_counter() - start, 1),
+        "launches": prints.launches, "simulator": simulator_fingerprint(), "sources": sources(),
     }  # fmt: skip
+
+
+def still_holds(call: KernelCall, row: dict[str, Any]) -> dict[str, Any] | None:
+    """The record's row of a call, with what stands in the sources now about its survivors; None where it has to be tried again."""
+    if row.get("simulator") != simulator_fingerprint():
+        return None
+    if row["sources"] == sources():
+        return row
+    if row["wrong"]:
+        return None
+    prints = Fingerprints()
+    with sessions(harness=prints, threads=1):
+        wrong = call.run()
+    names = [kernel for kernel, _ in prints.launches]
+    if wrong or [list(launch) for launch in prints.launches] != [list(launch) for launch in row["launches"]]:
+        return None
+    if row["survivors"] and len({(k, p) for k, p in prints.launches}) != len(set(names)):
+        return None  # kernels of one name: whose the survivors are is not known
+    moved = []
+    for s in row["survivors"]:
+        (file, line), *stack = prints.places[s["kernel"], s["fault"]]
+        moved.append(survivor(call, Outcome(s["kernel"], s["fault"], file, line, "", tuple(stack))))
+    return {**row, "survivors": moved, "sources": sources()}
 
 
 def full_name(call: KernelCall) -> str:
@@ -181,8 +244,10 @@ def summary(row: dict[str, Any]) -> str:
     )
 
 
-def table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+def table(rows: Iterable[dict[str, Any]], state: str) -> Iterator[str]:
     """Markdown: a row a kernel."""
+    yield f"State of the tree: {state}. A kernel tried at an earlier one had the same fingerprint there."
+    yield ""
     yield "| arch | kernel | faults | by a finding | by the output | redundant | orders |"
     yield "|---|---|---|---|---|---|---|"
     total: Counter[str] = Counter()
@@ -210,22 +275,28 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--record", type=Path)
     parser.add_argument("--table", type=Path)
+    parser.add_argument("--commit", default="")
     parser.add_argument("--again", action="store_true")
     arguments = parser.parse_args()
+    state = arguments.commit or commit()
     held: dict[tuple[str, str], dict[str, Any]] = {}
     if arguments.record and arguments.record.exists():
         rows = [json.loads(line) for line in arguments.record.read_text(encoding="utf-8").splitlines()]
         held = {(row["arch"], row["call"]): row for row in rows}
-    bad = 0
+    bad = tried = 0
     shown = []
     for call in (call for arch in ARCHS for call in calls(arch)):
         if not re.search(arguments.only, full_name(call)):
             continue
-        row = held.get((call.arch, call.name))
-        if row is None or arguments.again:
-            row = record(call)
+        old = held.get((call.arch, call.name))
+        row = still_holds(call, old) if old is not None and not arguments.again else None
+        if row is None:
+            row = {**record(call), "tried": state}
+            tried += 1
+        row = {**row, "holds": state}
+        if row != old:
             forget_kernels()
-            if arguments.record:
+            if arguments.record:  # the last line of a call counts
                 with arguments.record.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
         shown.append(row)
@@ -240,9 +311,9 @@ def main() -> int:
         text = arguments.table.read_text(encoding="utf-8")
         head, mark, _ = text.partition("<!-- made by ")
         line = mark + text.partition(mark)[2].partition("\n")[0]
-        arguments.table.write_text("\n".join([head + line, *table(shown)]) + "\n", encoding="utf-8")
+        arguments.table.write_text("\n".join([head + line, *table(shown, state)]) + "\n", encoding="utf-8")
     print(
-        f"{len(shown)} kernels, {sum(row['faults'] for row in shown)} faults; {bad} kernels with something unexplained"
+        f"{len(shown)} kernels ({tried} tried now), {sum(row['faults'] for row in shown)} faults; {bad} kernels with something unexplained"
     )
     return int(bool(bad))
 

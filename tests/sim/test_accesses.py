@@ -200,3 +200,34 @@ def test_lines_of_global_memory_are_counted(stride: int, lines: int, ideal: int)
     )
     assert counters["global_lines"] == lines + 2 and counters["global_lines_ideal"] == ideal + 2
     assert counters["global_instructions"] == 2 and counters["lds_instructions"] == 0
+
+
+COUNTED = {
+    "valu": ("%f{0} = llvm.add %v, %v : i32\n  llvm.store %f{0}, %lds : i32, !llvm.ptr<3>", {"valu": 1, "lds": 1}),
+    "LDS store": ("llvm.store %v, %lds : i32, !llvm.ptr<3>", {"lds": 1}),
+    "LDS atomic": ("%f{0} = llvm.atomicrmw add %lds, %v monotonic : !llvm.ptr<3>, i32", {"lds": 1}),
+    "global load": ("%f{0} = llvm.load %x : !llvm.ptr<1> -> i32", {"global": 1}),
+    "global atomic": ("%f{0} = llvm.atomicrmw add %x, %v monotonic : !llvm.ptr<1>, i32", {"global": 1}),
+    "barrier": ("rocdl.s.barrier", {}),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+@pytest.mark.parametrize("arch", ["gfx950", "gfx1250"])
+def test_instructions_are_counted_by_what_they_occupy(arch: str, kind: str) -> None:
+    """Three more of a kind raise its counter by three, and no other one's."""
+    text, each = COUNTED[kind]
+
+    def counters(more: int) -> dict[str, int]:
+        body = (
+            PROLOGUE + "  %lds = llvm.mlir.addressof @lds : !llvm.ptr<3>\n  %v = llvm.load %x : !llvm.ptr<1> -> i32\n"
+        )
+        body += "".join(f"  {text.format(n)}\n" for n in range(more))
+        program = lower(body, "%x: !llvm.ptr<1>", lds=64, arch=arch)
+        lanes = 32 if arch == "gfx1250" else 64
+        return launch(program, np.zeros(64, np.uint8), block=lanes, checks=("memory",)).launches[0].counters
+
+    one, four = counters(1), counters(4)
+    for name in ("valu", "lds", "global"):
+        assert four[f"{name}_instructions"] - one[f"{name}_instructions"] == 3 * each.get(name, 0), name
+    assert four["barriers"] - one["barriers"] == 3 * (kind == "barrier")

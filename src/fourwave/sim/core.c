@@ -60,7 +60,8 @@ typedef struct {
 
 enum { C_INSTRUCTIONS, C_MFMA, C_LDS_READ_BYTES, C_LDS_WRITE_BYTES, C_GLOBAL_READ_BYTES, C_GLOBAL_WRITE_BYTES, C_COPY_BYTES,
        C_BARRIERS, C_WAITS, C_LDS_READ_CYCLES, C_LDS_READ_IDEAL, C_GLOBAL_INSTRUCTIONS, C_LDS_INSTRUCTIONS, C_GLOBAL_LINES, C_GLOBAL_LINES_IDEAL,
-       C_COUNTERS = 16 };
+       C_VALU_INSTRUCTIONS, C_COUNTERS };
+enum { U_OTHER, U_VALU, U_LDS, U_GLOBAL, U_UNITS }; /* the machine's part that an opcode occupies: program.py's UNITS */
 
 typedef struct {
     const i32 *code;
@@ -77,6 +78,7 @@ typedef struct {
     u64 step_limit;              /* instructions a wave may run; 0: no limit */
     i32 lds_banks;
     i32 stop_at_finding;         /* 1: the first finding ends the launch */
+    const uint8_t *units;        /* an opcode's unit */
     i32 num_outputs;
     struct Output { u64 lo, hi; uint8_t *written; } *outputs; /* memory that the kernel is to write: a byte of `written` for each of theirs */
     struct Event { i32 kind, wave, line, detail; u64 address, bytes; } *events; /* trace of the first workgroup */
@@ -702,7 +704,8 @@ static void run_wave(Group *g, Wave *w) {
     Launch *L = g->launch;
     const i32 *code = L->code, *p = code + w->pc;
     u32 *reg = w->registers;
-    u64 exec = w->exec, steps = 0;
+    u64 exec = w->exec, steps = 0, ran[U_UNITS] = {0};
+    const uint8_t *units = L->units;
     const u64 full = W == 64 ? ~0ull : 0xffffffffull;
     int ordered = 0;
     u32 *dest[64];
@@ -710,6 +713,7 @@ static void run_wave(Group *g, Wave *w) {
 
     for (;;) {
         steps++;
+        ran[units[p[0]]]++;
         i32 line = p[1];
         switch (p[0]) {
         case OP_END:
@@ -865,7 +869,6 @@ static void run_wave(Group *g, Wave *w) {
             u32 at[W];
             for (int l = 0; l < W; l++) at[l] = address[l] + offset;
             w->lds_seq++;
-            g->counters[C_LDS_INSTRUCTIONS]++;
             if (L->completion == 2) land_some(g, w);
             remember_read(w, p[5], at, exec, bytes, line);
             count_banks(g, at, exec, bytes);
@@ -885,7 +888,6 @@ static void run_wave(Group *g, Wave *w) {
             u32 offset = p[2]; const u32 *address = R(p[3]); i32 bytes = BYTES(p[4]), n = p[5];
             const u32 misaligned = MISALIGNED(p[4]);
             w->lds_seq++;
-            g->counters[C_LDS_INSTRUCTIONS]++;
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
                 u32 x = address[l] + offset;
@@ -904,7 +906,6 @@ static void run_wave(Group *g, Wave *w) {
             u32 offset = p[2]; const u32 *address = R(p[3]); u32 *d0 = R(p[5]), *d1 = R(p[6]);
             uint16_t piece[W][4]; u32 at[W];
             w->lds_seq++;
-            g->counters[C_LDS_INSTRUCTIONS]++;
             for (int l = 0; l < W; l++) {
                 u32 x = at[l] = address[l] + offset;
                 memset(piece[l], 0xff, 8);
@@ -933,7 +934,6 @@ static void run_wave(Group *g, Wave *w) {
             const u64 misaligned = MISALIGNED(p[5]);
             u64 at[W], lanes = 0;
             w->vm_issued++;
-            g->counters[C_GLOBAL_INSTRUCTIONS]++;
             for (i32 i = 0; i < n; i++) dest[i] = R(p[7 + i]);
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
@@ -977,7 +977,6 @@ static void run_wave(Group *g, Wave *w) {
             i32 bytes = p[9], n = 0;
             const uint8_t *source[W];
             u64 lanes = 0, at[W], served = 0, whole = 0;
-            g->counters[C_GLOBAL_INSTRUCTIONS]++;
             if (kind != OP_BUFFER_LOAD_LDS) { n = p[10]; for (i32 i = 0; i < n; i++) dest[i] = R(p[11 + i]); w->vm_issued++; }
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
@@ -1034,7 +1033,6 @@ static void run_wave(Group *g, Wave *w) {
         case OP_GLOBAL_LOAD_LDS: {
             i64 imm = p[2]; const u32 *lo = R(p[3]), *hi = R(p[4]); i32 bytes = p[5];
             const uint8_t *source[W]; u64 lanes = 0, at[W];
-            g->counters[C_GLOBAL_INSTRUCTIONS]++;
             for (int l = 0; l < W; l++) {
                 if (!(exec >> l & 1)) continue;
                 u64 x = at[l] = (((u64)hi[l] << 32) | lo[l]) + imm;
@@ -1091,6 +1089,9 @@ leave:
     if (w->state != 2) w->paths[w->depth - 1].mask = exec;
     w->steps += steps;
     g->counters[C_INSTRUCTIONS] += steps;
+    g->counters[C_VALU_INSTRUCTIONS] += ran[U_VALU];
+    g->counters[C_LDS_INSTRUCTIONS] += ran[U_LDS];
+    g->counters[C_GLOBAL_INSTRUCTIONS] += ran[U_GLOBAL];
 }
 
 static void start_group(Group *g, u64 index) {

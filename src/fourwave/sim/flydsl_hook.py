@@ -21,13 +21,12 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fourwave.backends import guard
 
 from .host import HostInterpreter
-from .launch import Memory, run
+from .launch import Memory, Simulation
 from .lowering import lower_kernel, prepare_kernel
 from .report import Report, SimulationError
 
@@ -145,15 +144,13 @@ class Kernels:
     ) -> None:
         session = active()
         assert session is not None
-        options, memory = session.options, self.memory
-
-        def simulate(program: Any, **changes: Any) -> Report:
-            return run(program, grid, block, dynamic_lds, arguments, memory, replace(options, **changes), cluster)
-
+        simulate = Simulation(
+            tuple(grid), tuple(block), dynamic_lds, arguments, self.memory, session.options, tuple(cluster)
+        )
         if session.harness is None:
-            report = simulate(self.program(kernel, options.mutate))
+            report = simulate(self.program(kernel, session.options.mutate))
         else:
-            report = session.harness(kernel, (id(self), kernel), lambda: self.prepare(kernel), simulate, memory)
+            report = session.harness(kernel, (id(self), kernel), lambda: self.prepare(kernel), simulate, self.memory)
         session.report.add(report)
         if report.findings and session.on_finding == "raise":
             raise SimulationError(report)

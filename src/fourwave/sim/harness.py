@@ -6,18 +6,25 @@ A fault is caught when a checker reports it or when it changes a byte of the lau
 instruction is redundant there, or the simulator has a hole. Each kernel is tried at its first launch only, on a copy of the memory it met.
 
 Orders lets copies complete at other moments and waves take turns in other orders: no byte of the launch's memory may depend on it.
+
+Fingerprints runs launches as they are and tells, by a fingerprint of each, whether a harness would find again what it found.
 """
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import hashlib
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
-from .launch import Memory
+from .launch import Memory, Simulation
 from .mutate import Fault, faults
-from .program import Builder, Program
+from .program import Block, Builder, Program
 from .report import Report
 
 # Instructions a wave may run before a mutant counts as hung, and so as caught.
@@ -165,6 +172,99 @@ class Orders:
         write(memory, after)
         self.launches += 1
         return report
+
+
+# What of the simulator decides how a lane program runs and which faults are planted in it; how it came about is in the program itself.
+_DECIDING = ("core.c", "*.h", "*.inc", "*.def", "program.py", "mutate.py", "harness.py", "launch.py", "native.py")
+
+
+def _without_comments(file: Path) -> str:
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".py":
+        return " ".join(re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.S).split())
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            node.body = body[1:] or [ast.Pass()]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+@cache
+def simulator_fingerprint(folder: Path = Path(__file__).parent) -> str:
+    """Of the simulator's code that decides what becomes of a fault in a lane program; comments and docstrings do not count."""
+    files = sorted(file for pattern in _DECIDING for file in folder.glob(pattern))
+    return hashlib.sha256("\0".join(f"{f.name}\0{_without_comments(f)}" for f in files).encode()).hexdigest()[:24]
+
+
+def launch_fingerprint(builder: Builder, facts: dict[str, Any], launch: Simulation) -> str:
+    """Of all that a launch's outcome depends on beside the simulator itself: the lane program, the faults it has a place for, the launch's
+    sizes, arguments and options, and its memory's contents.
+
+    Source lines and addresses do not count: pointers are taken by what they point to.
+    """
+    program = builder.encode(**facts)
+    number = {block: n for n, block in enumerate(builder.blocks)}
+    parts: list[Any] = [
+        {key: value for key, value in facts.items() if key not in ("lines", "data")},
+        [array.tobytes() for array in program.data],
+        (launch.grid, launch.block, launch.cluster, launch.dynamic_lds),
+        replace(launch.options, threads=None),
+        [fault.name for fault in faults(builder)],
+    ]
+    for block in builder.blocks:
+        parts.append((number.get(block.meet), block.joins))  # type: ignore[arg-type]
+        for i in block.code:
+            assert i.words is not None
+            # The second word is the line; a jump's are its targets' places.
+            targets = [number[a] for a in i.args if isinstance(a, Block)]
+            parts.append((i.op, targets) if targets else (i.words[:4], i.words[8:]))
+    addresses = {part for a in program.data for part in (a.ctypes.data & 0xFFFFFFFF, a.ctypes.data >> 32)}
+    parts.append([None if int(value) in addresses else int(value) for value in program.constants])
+    ranges = launch.memory.ranges
+    for words in launch.arguments:
+        pointer = words[0] | words[1] << 32 if len(words) == 2 else -1
+        at = next((n for n, (lo, hi) in enumerate(ranges) if lo <= pointer < hi or lo == pointer), None)
+        parts.append(words if at is None else (at, pointer - ranges[at][0]))
+    digest = hashlib.sha256(repr(parts).encode())
+    for data in read(launch.memory):
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:24]
+
+
+@dataclass
+class Fingerprints:
+    """Session.harness: runs every launch as it is, or by `then`, and keeps its fingerprint.
+
+    launches    (kernel, fingerprint) of each launch
+    places      where each kernel's faults are: (kernel, fault) -> its line and the helpers', innermost last
+    """
+
+    then: Any = None
+    launches: list[tuple[str, str]] = field(default_factory=list)
+    places: dict[tuple[str, str], tuple[tuple[str, int], ...]] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        kernel: str,
+        key: Any,
+        prepare: Callable[[], tuple[Builder, dict[str, Any]]],
+        simulate: Any,
+        memory: Memory,
+    ) -> Report:
+        builder, facts = prepare()
+        self.launches.append((kernel, launch_fingerprint(builder, facts, simulate)))
+        for fault in faults(builder):
+            lines = facts["lines"][fault.line] if fault.line >= 0 else (("unknown", 0),)
+            self.places[kernel, fault.name] = tuple(lines)
+        if self.then is not None:
+            return self.then(kernel, key, prepare, simulate, memory)
+        return simulate(builder.encode(**facts))
 
 
 def read_expectations(text: str) -> dict[str, str]:

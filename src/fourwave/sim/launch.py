@@ -8,13 +8,14 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from .lowering import LDS_BANKS
 from .native import COUNTERS, EVENTS, Allocation, Output, RawEvent, RawFinding, RawLaunch, library
-from .program import Builder, Program
+from .program import UNITS, Builder, Program
 from .report import KINDS, Event, Launch, Report, finding_from_raw
 
 LDS_CAPACITY = {"gfx942": 64 << 10, "gfx950": 160 << 10, "gfx1250": 320 << 10}
@@ -201,6 +202,7 @@ def run(
         step_limit=options.step_limit,
         lds_banks=LDS_BANKS[program.arch] if options.count_bank_conflicts else 0,
         stop_at_finding=int(options.stop_at_finding),
+        units=UNITS,
         events=ctypes.addressof(events),
         max_events=_MAX_EVENTS if options.trace else 0,
         findings=ctypes.addressof(findings),
@@ -226,3 +228,22 @@ def run(
     return Report(
         [launch], [finding_from_raw(findings[i], program.lines, program.name) for i in range(raw.num_findings)]
     )
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One launch that waits for its program: what a harness runs, as often as it likes."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    dynamic_lds: int
+    arguments: list[list[int]]
+    memory: Memory
+    options: Options
+    cluster: tuple[int, int, int]
+
+    def __call__(self, program: Program, **changes: Any) -> Report:
+        """Run it; changes: of the session's Options."""
+        return run(
+            program, self.grid, self.block, self.dynamic_lds, self.arguments, self.memory, replace(self.options, **changes), self.cluster
+        )  # fmt: skip

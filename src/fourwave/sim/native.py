@@ -31,8 +31,10 @@ _lock = threading.Lock()
 COUNTERS = (
     "instructions", "mfma", "lds_read_bytes", "lds_write_bytes", "global_read_bytes", "global_write_bytes", "copy_to_lds_bytes",
     "barriers", "waits", "lds_read_cycles", "lds_read_cycles_ideal", "global_instructions", "lds_instructions", "global_lines", "global_lines_ideal",
+    "valu_instructions",
 )  # fmt: skip
 NUM_COUNTERS = 16
+assert len(COUNTERS) == NUM_COUNTERS
 
 
 class Allocation(ctypes.Structure):
@@ -77,7 +79,7 @@ class RawLaunch(ctypes.Structure):
         ("allocations", ctypes.c_void_p), ("num_allocations", ctypes.c_int32),
         ("checks", ctypes.c_uint32), ("completion", ctypes.c_int32), ("schedule", ctypes.c_int32), ("num_threads", ctypes.c_int32),
         ("first_workgroup", ctypes.c_uint64), ("num_workgroups", ctypes.c_uint64), ("step_limit", ctypes.c_uint64),
-        ("lds_banks", ctypes.c_int32), ("stop_at_finding", ctypes.c_int32),
+        ("lds_banks", ctypes.c_int32), ("stop_at_finding", ctypes.c_int32), ("units", ctypes.c_char_p),
         ("num_outputs", ctypes.c_int32), ("outputs", ctypes.c_void_p),
         ("events", ctypes.c_void_p), ("max_events", ctypes.c_int32), ("num_events", ctypes.c_int32),
         ("findings", ctypes.c_void_p), ("max_findings", ctypes.c_int32), ("num_findings", ctypes.c_int32),

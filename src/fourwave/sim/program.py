@@ -43,6 +43,23 @@ _EFFECTS = {name for name, (_, signature) in OPS.items() if "d" not in signature
     "TRANSPOSE_GLOBAL",
     "BARRIER_SIGNAL_ISFIRST",
 }
+# With a result, and no arithmetic: who the lane is, scalar loads, private memory, moves, the matrix unit.
+_NOT_VALU = {
+    "MOVN", "LANE_ID", "THREAD_ID", "GROUP_ID", "WAVE_ID", "CLUSTER_ID", "BARRIER_SIGNAL_ISFIRST", "S_BUFFER_LOAD", "ASM_RESULT", "SCRATCH_LOAD",
+    "MFMA",
+}  # fmt: skip
+
+
+def _unit(name: str, signature: str) -> int:
+    """The part of the machine that an opcode is counted for, in the order of core.c's U_OTHER: other, VALU, LDS, global memory."""
+    if name.startswith(("LDS_", "DS_")) or name == "TRANSPOSE_LDS":
+        return 2
+    if name.startswith(("GLOBAL_", "BUFFER_", "ASYNC_")) or name in ("TENSOR", "TRANSPOSE_GLOBAL"):
+        return 3
+    return int("d" in signature and name not in _NOT_VALU)
+
+
+UNITS = bytes(_unit(name, signature) for name, (_, signature) in OPS.items())
 
 
 @dataclass
