@@ -1,6 +1,6 @@
 """Plants every fault of fourwave.sim.mutate in every kernel of ours, and runs each launch in every order.
 
-    python tests/kernels/faults.py [--only REGEX] [--record FILE] [--table FILE] [--commit TEXT] [--again]
+    python tests/kernels/faults.py [--only REGEX] [--record FILE] [--table FILE] [--commit TEXT] [--part I/N] [--again]
 
 prints each kernel's numbers and the faults that nothing notices; the exit status is 1 where one of those is not in REDUNDANT, or where an
 order changes a bit.
@@ -9,7 +9,7 @@ order changes a bit.
 it met (fourwave.sim.harness.launch_fingerprint), and the simulator. A later run with that record makes every call again and tries the kernels
 anew whose fingerprint is another; where no source file has changed at all it does not even make the call. --again tries all.
 --table writes the numbers into a Markdown file, after its line <!-- made by ... -->. --commit: what the record and the table call the state of
-the tree (without it: git's HEAD).
+the tree (without it: git's HEAD). --part: every Nth call from the Ith, for several processes with a record each; records may be joined.
 """
 
 from __future__ import annotations
@@ -276,6 +276,7 @@ def main() -> int:
     parser.add_argument("--record", type=Path)
     parser.add_argument("--table", type=Path)
     parser.add_argument("--commit", default="")
+    parser.add_argument("--part", default="0/1")
     parser.add_argument("--again", action="store_true")
     arguments = parser.parse_args()
     state = arguments.commit or commit()
@@ -285,9 +286,9 @@ def main() -> int:
         held = {(row["arch"], row["call"]): row for row in rows}
     bad = tried = 0
     shown = []
-    for call in (call for arch in ARCHS for call in calls(arch)):
-        if not re.search(arguments.only, full_name(call)):
-            continue
+    chosen = [call for arch in ARCHS for call in calls(arch) if re.search(arguments.only, full_name(call))]
+    first, step = map(int, arguments.part.split("/"))
+    for call in chosen[first::step]:
         old = held.get((call.arch, call.name))
         row = still_holds(call, old) if old is not None and not arguments.again else None
         if row is None:
