@@ -48,7 +48,7 @@ def kernels() -> Iterator[tuple[str, GemmCase, Any]]:
 
 
 def further() -> Iterator[tuple[str, GemmCase, Any]]:
-    """What an epilogue can do beside: all at once, for the largest tile and a small one, and the bias gradient."""
+    """What an epilogue can do beside: all at once, for the largest tile and a small one, the bias gradient, and swiglu."""
     for rows in (256, 32):
         case = case_of("mxfp4", "TN", Shape("pages", rows, 256, DEPTH), out_dtype=torch.bfloat16)
         full: dict[str, Any] = {
@@ -62,3 +62,12 @@ def further() -> Iterator[tuple[str, GemmCase, Any]]:
             "mxfp4", "NT", case.shape, bias_grad=torch.float32, bias_dtype=torch.bfloat16, accumulate=True, alpha=0.75
         )
         yield f"mxfp4 NT bias_grad, {rows} rows", grad, None
+    for operands, layout, rows in (
+        ("mxfp4", "TN", 256),
+        ("mxfp4", "NN", 32),
+        ("mxfp8", "NT", 64),
+        ("bf16 x mxfp4", "TN", 32),
+    ):
+        fields: dict[str, Any] = {"preactivation": torch.float32, "accumulate": True, "bias_dtype": torch.bfloat16}
+        case = case_of(operands, layout, Shape("pages", rows, 256, DEPTH), activation="swiglu", **fields)
+        yield f"{operands} {layout} swiglu, {rows} rows", case, None

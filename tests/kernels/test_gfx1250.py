@@ -286,7 +286,6 @@ def test_what_is_refused():
     ]  # fmt: skip
     for fields, why in (
         ({"K": 63}, "K=63: rows of a are packed, two codes in a byte"),
-        ({"activation": "swiglu"}, "swiglu is not"),
         ({"bias_grad_dtype": FP32}, "bias_grad with layout TN"),
         ({"preactivation_dtype": torch.float8_e5m2}, "preactivation is torch.float8_e5m2"),
         ({"out_dtype": torch.float8_e4m3fn, "out_scaling": "1x32"}, "quantized with scales 1x32"),

@@ -154,6 +154,29 @@ def test_bias_grad(operands, rows, fields):
     assert out.isnan().all() and sums.isfinite().all()
 
 
+SWIGLU = [
+    ("mxfp4", "TN", Shape("", 18, 274, 1090), {"preactivation": FP32}),
+    ("mxfp4", "NN", Shape("", 18, 300, 160), {"preactivation": FP32, "bias_dtype": BF16, "accumulate": True, "out_dtype": BF16}),
+    pytest.param("mxfp4", "TN", Shape("", 300, 514, 2304), {"preactivation": FP32, "accumulate": True}, marks=pytest.mark.slow),
+    pytest.param("mxfp8", "NT", Shape("", 300, 546, 202), {"preactivation": FP32, "bias_grad": FP32}, marks=pytest.mark.slow),
+    pytest.param("mxfp8 x mxfp4", "NN", Shape("", 142, 512, 1184), {"preactivation": FP32, "alpha": 0.5}, marks=pytest.mark.slow),
+    pytest.param("bf16 x mxfp4", "TN", Shape("", 300, 530, 1090), {"preactivation": FP32, "out_dtype": BF16}, marks=pytest.mark.slow),
+    pytest.param("bf16 x mxfp4", "NN", Shape("", 50, 532, 202), {"preactivation": FP32, "out_dtype": FP16}, marks=pytest.mark.slow),
+]  # fmt: skip
+
+
+@needs_sim
+@pytest.mark.parametrize(("operands", "layout", "shape", "fields"), SWIGLU)
+def test_swiglu(operands, layout, shape, fields):
+    """Both factors come from their halves of b: z, which is saved, has the bits of the product without an activation."""
+    passes(case_of(operands, layout, shape, activation="swiglu", **fields))
+    case = case_of(operands, layout, shape)
+    z = torch.full((shape.M, shape.N), float("nan"))
+    told = {"trans_a": layout == "NT", "trans_b": layout == "TN", "backend": "sim:gfx1250", "out_dtype": FP32}
+    fw.gemm(*case.operands(), activation="swiglu", preactivation=z, **told)
+    assert torch.equal(z, fw.gemm(*case.operands(), **told))
+
+
 @needs_sim
 @pytest.mark.slow
 def test_rows_do_not_depend_on_their_number():
@@ -215,6 +238,38 @@ def test_broken_kernels_are_seen(monkeypatch, operands, break_it):
     assert not result.passed
 
 
+SUMS = {"bias_grad": FP32, "bias_dtype": BF16, "accumulate": True}
+SAVED = {"preactivation": BF16, "accumulate": True}
+
+
+@needs_sim
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "fields", "which"),
+    [
+        pytest.param("NT", SUMS, 4, id="what was in bias_grad"),
+        pytest.param("NT", SUMS, 5, id="bias_grad, whose place the bias takes"),
+        pytest.param("TN", SAVED, 5, id="between passes: two stores of a pass may not stay"),
+        pytest.param("TN", {**SAVED, "activation": "swiglu"}, 5, id="between passes: three"),
+    ],
+)
+def test_each_wait_for_further_outputs_is_needed(monkeypatch, layout, fields, which):
+    """Those that test_gfx1250.py's call has not; the first four are prologue, main loop (2) and drain."""
+    from fourwave.ops.gemm import amd, gfx1250
+
+    monkeypatch.setattr(amd, "_compiled", {})
+    wait, seen = gfx1250.tdm.wait_tiles, []
+
+    def raised(in_flight):
+        seen.append(in_flight)
+        wait(in_flight + (len(seen) == which + 1))
+
+    monkeypatch.setattr(gfx1250.tdm, "wait_tiles", raised)
+    with pytest.raises(sim.SimulationError):
+        case_of("mxfp4", layout, Shape("", 256, 256, 2560), out_dtype=BF16, **fields).run("sim:gfx1250")
+    assert len(seen) > which
+
+
 def test_what_is_refused():
     def refused(**fields):
         return why_unsupported(GemmCase(Shape("", 64, 64, 64), out_dtype=FP32, **fields).problem, None, ARCH) or ""
@@ -224,7 +279,9 @@ def test_what_is_refused():
     assert "b is torch.bfloat16 with scales None" in refused(a_format="mxfp4")
     assert "b is torch.bfloat16 with scales None" in refused()
     assert "b is torch.float8_e4m3fn" in refused(b_format="mxfp8_e4m3")
-    assert "swiglu is not" in refused(activation="swiglu", **OPERANDS["mxfp8"])
+    assert "N=64 in layout" not in refused(activation="swiglu", layout="NN", **OPERANDS["mxfp4"])
+    odd = GemmCase(Shape("", 64, 66, 64), "NN", activation="swiglu", **OPERANDS["mxfp4"])
+    assert "N is a multiple of 4" in (why_unsupported(odd.problem, None, ARCH) or "")
     mixed = case_of("bf16 x mxfp4", "TN", Shape("", 64, 64, 64)).problem
     packed = case_of("mxfp4", "TN", Shape("", 64, 64, 64)).problem
     assert "16x16x128" in (why_unsupported(mixed, candidates(packed)[0], ARCH) or "")

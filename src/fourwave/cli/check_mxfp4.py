@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fourwave.ops.gemm.problem import MXFP4
+from fourwave.ops.gemm.config import GemmConfig, candidates_for, default_config, why_unsupported
+from fourwave.ops.gemm.problem import MXFP4, SWIGLU
 from fourwave.testing.cases import GemmCase
 from fourwave.testing.exact_scales import ExactScales
 from fourwave.testing.shapes import Shape
@@ -39,23 +40,50 @@ def packable(case: GemmCase) -> bool:
     return not any(name == MXFP4 and length % 2 for name, length in zip(formats, lengths, strict=True))
 
 
-def rows(arch: str, layouts: Sequence[str], full: bool, seed: int) -> Iterator[tuple[str, GemmCase]]:
-    """(what the row is for, case), the same on either architecture, but that gfx950 has no bfloat16 activations.
+def rows(arch: str, layouts: Sequence[str], full: bool, seed: int) -> Iterator[tuple[str, GemmCase, GemmConfig | None]]:
+    """(what the row is for, case, config or None for the kernel's choice), the same on either architecture, as far as both have a kernel.
 
     depths    256 x 256 for each K of DEPTHS, each output dtype
     shapes    several tiles; tails in M, N and K; M = 1, for the layouts that can store them
     epilogue  bias, activations, alpha; adding to the output; and the further outputs
     exact     a scale of its own for each row and block: equal to the truth, bit for bit
     decode    few rows of activations
-    mixed     activations in MXFP8 and, where the weights are b, bfloat16
+    mixed     MXFP8 beside MXFP4, on either side, or itself; and, where the weights are b, bfloat16 activations
+    tiles     the kernels' other configurations
+    quantized results in MXFP8 and FP8
     """
     for layout in layouts:
         base = GemmCase(TAILS[0], layout, a_format=MXFP4, b_format=MXFP4, out_dtype=FP32, seed=seed)
-        yield from _packed(base, layout, full)
-        for name in ("mxfp8_e4m3", "mxfp8_e5m2"):
-            yield from _mixed(replace(base, a_format=name))
-        if arch == "gfx1250" and layout != "NT":
-            yield from _mixed(replace(base, a_format=None, dtype=BF16))
+        plain = replace(base, a_format=None, dtype=BF16)
+        mixed = [replace(base, a_format="mxfp8_e4m3"), replace(base, b_format="mxfp8_e5m2")]
+        if arch == "gfx1250":  # on gfx950: check gemm
+            mixed.append(replace(base, a_format="mxfp8_e5m2", b_format="mxfp8_e4m3"))
+        if why_unsupported(plain.problem, None, arch) is None:
+            mixed.append(plain)
+        for group, case in (*_packed(base, layout, full), *(each for pair in mixed for each in _mixed(pair))):
+            if _has_kernel(case, arch):
+                yield group, case, None
+        yield "mixed", replace(base, shape=MIXED_TAILS, a_format="mxfp8_e5m2", out_dtype=BF16), None
+        for number, case in enumerate((base, *mixed)):
+            configs = list(_tiles(case, arch))
+            yield from configs if full or number == 0 else configs[-1:]
+
+
+MIXED_TAILS = Shape("tails", 142, 274, 202)
+
+
+def _has_kernel(case: GemmCase, arch: str) -> bool:
+    """Whether arch has what not both have."""
+    ask = case.activation == SWIGLU or case.out_format is not None
+    return not ask or why_unsupported(case.problem, None, arch) is None
+
+
+def _tiles(base: GemmCase, arch: str) -> Iterator[tuple[str, GemmCase, GemmConfig]]:
+    """Each configuration, with tails, where the kernel would not choose it for them."""
+    for config in candidates_for(base.problem, arch):
+        case = replace(base, shape=Shape("tails", config.tile_m + 22, config.tile_n + 18, 2 * config.tile_k + 74))
+        if why_unsupported(case.problem, config, arch) is None and default_config(case.problem, arch)[0] != config:
+            yield "tiles", case, config
 
 
 def _packed(base: GemmCase, layout: str, full: bool) -> Iterator[tuple[str, GemmCase]]:
@@ -68,7 +96,7 @@ def _packed(base: GemmCase, layout: str, full: bool) -> Iterator[tuple[str, Gemm
             if packable(case):
                 yield "shapes", case
     for case in epilogues(replace(base, shape=Shape("even tails", 142, 274, 160)), full or layout == "TN"):
-        yield "epilogue", case
+        yield "epilogue" if case.out_format is None else "quantized", case
     for K in (1152, 3072):
         yield "exact", exact(base, Shape("one tile", 256, 256, K))
     for M in ROWS:
@@ -84,10 +112,11 @@ def exact(base: GemmCase, shape: Shape) -> ExactScales:
 
 def _mixed(base: GemmCase) -> Iterator[tuple[str, GemmCase]]:
     yield "mixed", replace(base, shape=Shape("one tile", 256, 256, 1152))
-    tails = Shape("tails", 142, 274, 202)
-    yield "mixed", replace(base, shape=tails, out_dtype=BF16, bias_dtype=BF16, activation="silu")
+    yield "mixed", replace(base, shape=MIXED_TAILS, out_dtype=BF16, bias_dtype=BF16, activation="silu")
     yield "mixed", replace(base, shape=Shape("16 rows", 16, 192, 640), out_dtype=BF16)
     yield "mixed", exact(base, Shape("one tile", 256, 256, 1152))
+    halves = Shape("even tails", 142, 276, 202)  # halves of packed rows are whole bytes
+    yield "mixed", replace(base, shape=halves, out_dtype=BF16, activation=SWIGLU, preactivation=FP32)
 
 
 def epilogues(base: GemmCase, every: bool) -> Iterator[GemmCase]:
@@ -108,3 +137,11 @@ def epilogues(base: GemmCase, every: bool) -> Iterator[GemmCase]:
         ]
     for each in fields:
         yield replace(base, **each)
+    # Both pages of scales come twice before the epilogue; one row.
+    yield replace(base, shape=Shape("two tiles", 256, 512, 1152), **fields[0])
+    yield replace(base, shape=Shape("M = 1", 1, 512, 1152), out_dtype=BF16, bias_dtype=FP32, activation="silu")
+    halves = replace(base, shape=Shape("halves", 142, 292, 160), activation=SWIGLU)
+    yield replace(halves, preactivation=BF16, bias_dtype=FP32, out_dtype=BF16)
+    yield replace(halves, accumulate=True)
+    for name, direction in (("mxfp8_e4m3", "both"), ("mxfp8_e5m2", "rowwise"), ("fp8_e4m3", "rowwise")):
+        yield replace(base, out_dtype=None, out_format=name, out_direction=direction, activation="silu")

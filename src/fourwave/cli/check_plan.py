@@ -80,8 +80,8 @@ def rows(
     if subject == "gemm":
         yield from gemm_rows(arch, layouts, precisions, full, seed)
     elif subject == "mxfp4":
-        for group, case in check_mxfp4.rows(arch, layouts, full, seed):
-            yield Planned(group, case)
+        for group, case, config in check_mxfp4.rows(arch, layouts, full, seed):
+            yield Planned(group, case, config)
         for quantized in QUANTIZE_CASES:
             if FORMATS[quantized.format].element == "e2m1":
                 yield Planned("quantize", replace(quantized, seed=seed))

@@ -46,6 +46,10 @@ def _sigmoid_times(x, y):
     return x / (fx.exp(-y) + 1.0)
 
 
+def swiglu(gate, up):
+    return _sigmoid_times(gate, gate) * up
+
+
 def _erfc(z):
     """erfc(z) for z >= 0 with relative error below 1.2e-7.
 
@@ -248,7 +252,7 @@ class _Wave:
                 self.saved.store(fx.Vector.from_elements(z, fx.Float32), offset)
             halves.append(z)
         if self.parts == 2:
-            return [_sigmoid_times(gate, gate) * up for gate, up in zip(*halves, strict=True)]
+            return [swiglu(gate, up) for gate, up in zip(*halves, strict=True)]
         return [activate(x, self.epi.activation) for x in halves[0]]
 
     def store(self):

@@ -1,8 +1,8 @@
-"""The tensor data mover (TDM) of gfx1250: tiles of two dimensions between global memory and LDS, one instruction of one wave each.
+"""The tensor data mover (TDM) of gfx1250: tiles of two or three dimensions between global memory and LDS, one instruction of one wave each.
 
-A tile is tile_rows x tile_columns elements at an address, its rows `stride` elements apart; in LDS they follow each other.
-What lies past the tensor's `rows` x `columns`, counted from the tile's first element, is zero where it is loaded and dropped
-where it is stored: that is all that tails need. A load can leave a gap of pad_bytes in LDS behind every pad_interval bytes. A
+A tile is tile_rows x tile_columns elements at an address, its rows `stride` elements apart; in LDS they follow each other. Or it is
+several such planes, which follow each other in LDS, too. What lies past the tensor's `rows` x `columns`, counted from the tile's
+first element, is zero where it is loaded and dropped where it is stored: that is all that tails need. A load can leave a gap of pad_bytes in LDS behind every pad_interval bytes. A
 store cannot: it takes rows with their gap, as elements past the tensor's columns.
 
 The instruction counts in tensorcnt; those of one wave complete in order. The compiler waits for none of them.
@@ -10,7 +10,7 @@ The instruction counts in tensorcnt; those of one wave complete in order. The co
 FlyDSL's own TDM atoms fix a tile's shape when they are compiled. Here a wave brings now half of a tile, now a whole one or
 scales, so the descriptor is put together from words that can be selected (Tile.otherwise) without a branch.
 
-Source: descriptor groups 0 and 1, AMD CDNA5 ISA guide, section 10.11; LLVM's IntrinsicsAMDGPU.td.
+Source: descriptor groups 0, 1 and 2, AMD CDNA5 ISA guide, section 10.11; LLVM's IntrinsicsAMDGPU.td.
 """
 
 from flydsl import expr as fx
@@ -58,12 +58,21 @@ class Tile:
 
     @classmethod
     @dsl_loc_tracing
-    def of(cls, start, lds, tile, left, stride, layout):
+    def of(cls, start, lds, tile, left, stride, layout, planes=None):
         """start: Int64 address of the first element; lds: Int32 address. tile: (rows, columns), at most 65535 each; left:
         (rows, columns), Int32, not negative, those of the tensor from the first element on. stride: Int64, elements.
-        layout: as the function makes it. All may be values of run time."""
+        layout: as the function makes it. planes: (how many, how many are left, Int64 elements from one to the next); where there are none
+        of a tile, it has two dimensions. All may be values of run time."""
         rows, columns = tile
         rows_left, columns_left = left
+        size, along, last = fx.Int32(rows), fx.Int32(stride >> 32) & 0xFFFF, fx.Int32(0)
+        further = []
+        if planes is not None:
+            count, planes_left, distance = planes
+            size = size | (count << 16)
+            along = along | (fx.Int32(distance) << 16)
+            last = fx.Int32(distance >> 16)
+            further = [planes_left]
         return cls([
             fx.Int32(1),  # one tile
             lds,
@@ -73,10 +82,11 @@ class Tile:
             (columns_left & 0xFFFF) << 16,
             (columns_left >> 16) | (rows_left & 0xFFFF) << 16,
             (rows_left >> 16) | (columns << 16),
-            fx.Int32(rows),
+            size,
             fx.Int32(stride),
-            fx.Int32(stride >> 32) & 0xFFFF,
-            fx.Int32(0),
+            along,
+            last,
+            *further,
         ])  # fmt: skip
 
     def otherwise(self, condition, other):
@@ -95,7 +105,7 @@ class Tile:
 
     def _groups(self):
         zero = fx.Int32(0)
-        groups = [self.words[:4], self.words[4:], [zero] * 4, [zero] * 4, [zero] * 8]
+        groups = [self.words[:4], self.words[4:12], [*self.words[12:], *[zero] * 4][:4], [zero] * 4, [zero] * 8]
         return [as_ir_value(fx.Vector.from_elements(words, fx.Int32)) for words in groups]
 
 

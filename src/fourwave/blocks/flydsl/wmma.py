@@ -78,7 +78,7 @@ class Operand:
         """start (Int32): byte offset of the stage in LDS."""
         out = []
         for i in range(self.side.fragments):
-            at = start + self._codes + with_gaps(i * MMA_M * self.side.row_bytes, CODE_GAP)
+            at = start + self._codes + with_gaps(self.side.fragment_row(i) * self.side.row_bytes, CODE_GAP)
 
             def read(offset, at=at):
                 return lds_read(lds, at + offset, 4, fx.Int32)
@@ -96,9 +96,10 @@ class Operand:
         dequantized, for each."""
         start = page + self._scales + tile * BLOCKS
         step = 1 if self._dequantized else 2
+        rows = [self.side.fragment_row(i) for i in range(0, self.side.fragments * self.side.scaled, step)]
         words = [
-            lds_read(lds, start + with_gaps(i * MMA_M * self.side.scale_row_bytes, self.side.scale_gap), 1, fx.Int32)
-            for i in range(0, self.side.fragments * self.side.scaled, step)
+            lds_read(lds, start + with_gaps(row * self.side.scale_row_bytes, self.side.scale_gap), 1, fx.Int32)
+            for row in rows
         ]
         if self._dequantized:
             return [word >> ((self._lane // MMA_M) * 8) for word in words]
@@ -134,7 +135,7 @@ class TurnedOperand:
         assert all(k * side.row_bytes % GAP_EVERY == 0 for k in rows), "whole intervals between gaps"
         out = []
         for i in range(side.fragments):
-            at = start + self._codes + i * MMA_M * side.bits // 8
+            at = start + self._codes + side.fragment_row(i) * side.bits // 8
             parts = [read(lds, at + with_gaps(k * side.row_bytes, CODE_GAP)) for k in rows]
             out.append(_joined(parts))
         return out
@@ -150,11 +151,12 @@ class TurnedOperand:
         if self._dequantized:
             half = (self._lane // MMA_M) * pitch
             for i in range(self.side.fragments):
-                low, high = (read(half + i * MMA_M + 2 * block * pitch) for block in range(2))
+                row = self.side.fragment_row(i)
+                low, high = (read(half + row + 2 * block * pitch) for block in range(2))
                 out.append(fx.Vector.filled(1, low | (high << 16), fx.Int32))
             return out
         for i in range(0, self.side.fragments, 2):
-            codes = [read(i * MMA_M + block * pitch) for block in range(BLOCKS)]
+            codes = [read(self.side.fragment_row(i) + block * pitch) for block in range(BLOCKS)]
             word = codes[0] | (codes[1] << 8) | (codes[2] << 16) | (codes[3] << 24)
             out.append(fx.Vector.filled(1, word, fx.Int32))
         return out

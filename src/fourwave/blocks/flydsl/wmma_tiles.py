@@ -19,13 +19,18 @@ def with_gaps(size: int, gap: int) -> int:
 
 @dataclass(frozen=True)
 class Side:
-    """One operand's tile. turned: its k is not contiguous, in memory and in LDS."""
+    """One operand's tile. turned: its k is not contiguous, in memory and in LDS.
+
+    halves: of b for swiglu. The tile's first rows are of the operand's first half, as many others of the second; a wave has as
+    many of each, which it multiplies with the same rows of a.
+    """
 
     rows: int  # of op(a), or columns of op(b)
     waves: int  # that share them
     bits: int
     turned: bool
     scaled: bool
+    halves: bool = False
 
     @property
     def wave_rows(self) -> int:
@@ -35,6 +40,16 @@ class Side:
     def fragments(self) -> int:
         """Of a wave."""
         return self.wave_rows // 16
+
+    @property
+    def wave_step(self) -> int:
+        """Rows from the first of one wave to that of the next."""
+        return self.wave_rows // 2 if self.halves else self.wave_rows
+
+    def fragment_row(self, i: int) -> int:
+        """Of fragment i, counted from the wave's first."""
+        far = self.halves and i >= self.fragments // 2
+        return i * 16 + (self.rows // 2 - self.wave_rows // 2 if far else 0)
 
     @property
     def stored_rows(self) -> int:

@@ -14,7 +14,6 @@ from fourwave.backends import guard
 from fourwave.ops.gemm.config import (
     MAX_TILE_BYTES,
     GemmConfig,
-    block_scaled,
     brings_scales,
     default_config,
     dequantizes,
@@ -22,7 +21,7 @@ from fourwave.ops.gemm.config import (
     why_unsupported,
     workspace_shape,
 )
-from fourwave.ops.gemm.problem import FLOAT8, SWIGLU, GemmProblem, GemmTensors
+from fourwave.ops.gemm.problem import FLOAT8, PACKED_E2M1, SWIGLU, GemmProblem, GemmTensors
 
 _CODE_FORMATS = {fmt.torch_dtype: fmt for fmt in (formats.E4M3FN, formats.E5M2, formats.E4M3FNUZ, formats.E5M2FNUZ)}
 ALIGN_BYTES = 16  # of bases and rows: global memory is read in chunks of 16 bytes
@@ -167,7 +166,7 @@ def run(
     if _halves_copied(problem):
         notes.append(_HALVES_COPIED)
         tensors = tensors._replace(b=_whole_chunks(tensors.b))
-        if block_scaled(problem):
+        if problem.b_scaling == "1x32":
             assert tensors.b_scale is not None
             tensors = tensors._replace(b_scale=_whole_chunks(tensors.b_scale))
     if problem.b_preshuffled and (not tensors.b.is_contiguous() or tensors.b.data_ptr() % ALIGN_BYTES):
@@ -215,7 +214,7 @@ def _halves_copied(problem):
     return (
         problem.activation == SWIGLU
         and problem.layout != "TN"
-        and problem.N // 2 * problem.b_dtype.itemsize % ALIGN_BYTES != 0
+        and problem.N // (4 if problem.b_dtype == PACKED_E2M1 else 2) * problem.b_dtype.itemsize % ALIGN_BYTES != 0
     )
 
 
@@ -260,7 +259,7 @@ def copies(
     if _halves_copied(problem):
         notes.append(_HALVES_COPIED)
         tensors = tensors._replace(b=_whole_chunks(tensors.b.to("meta")))
-        if block_scaled(problem):
+        if problem.b_scaling == "1x32":
             assert tensors.b_scale is not None
             tensors = tensors._replace(b_scale=_whole_chunks(tensors.b_scale.to("meta")))
     if problem.b_preshuffled and (not tensors.b.is_contiguous() or tensors.b.data_ptr() % ALIGN_BYTES):

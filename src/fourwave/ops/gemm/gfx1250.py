@@ -5,6 +5,7 @@ a        TN, NN: [M, K]; NT: [K, M]   codes in rows that are 16-byte aligned: pa
 b        TN: [N, K]; NN, NT: [K, N]   packed e2m1, float8_e4m3fn or float8_e5m2, in any mix with a
 a_scale, b_scale   [M or N, ceil(K / 32)] or, NT and b of NN, [ceil(K / 32), M or N]; float8_e8m0fnu, rows 16-byte aligned
 out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
+         swiglu: [M, N / 2], silu of the first half of the columns times the second
 bias     [N]; preactivation [M, N], written before the activation; bias_grad [M], NT, the sums of op(a) over K; all optional
 
 Four waves of 32 lanes compute one tile, of 256 x 256 each a quarter of 128 x 128, and hold it in registers for all of K. Where
@@ -32,6 +33,9 @@ Tiles past K fetch nothing and land as zeros, so that the wait counts hold in th
 
 Bfloat16 a: b is dequantized in registers, exactly, fragment by fragment as it is multiplied.
 
+Swiglu: half of the columns of a tile of b are of each half of b, in one tile of three dimensions. Each wave has as many of one as of
+the other, and so both factors of its part of out.
+
 Epilogue: passes over rows of each wave, from registers to a place in LDS that no other wave
 uses; there a loop finishes one row after the other, which keeps the code small (512 results of a lane, unrolled, take minutes
 to compile); and to memory as one tile, which drops what lies past M and N. bias, and what was in out, come the same way.
@@ -42,7 +46,7 @@ from flydsl import expr as fx
 
 from fourwave.blocks.flydsl import tdm, wmma
 from fourwave.blocks.flydsl.control import loop
-from fourwave.blocks.flydsl.epilogue import activate
+from fourwave.blocks.flydsl.epilogue import activate, swiglu
 from fourwave.blocks.flydsl.memory import keep_order, lds_read, lds_struct, lds_write, minimum, select, uniform
 from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
 from fourwave.blocks.flydsl.tdm import Tile
@@ -85,8 +89,8 @@ def build(spec, epi):
 
         lds = fx.SharedAllocator().allocate(storage).peek().all.ptr
         bring = Bring(arguments, geo, m0, n0, wave, tdm.lds_base(lds))
-        operand_a = operand(geo, 0, wave_m * geo.a.wave_rows, lane, dequantized)
-        operand_b = operand(geo, 1, wave_n * geo.b.wave_rows, lane, dequantized)
+        operand_a = operand(geo, 0, wave_m * geo.a.wave_step, lane, dequantized)
+        operand_b = operand(geo, 1, wave_n * geo.b.wave_step, lane, dequantized)
         mma = products(problem, geo, lane)
 
         def read(tile, stage):
@@ -163,7 +167,7 @@ def build(spec, epi):
         tdm.depart()
         keep_order()
         acc = [fx.Vector(value) for value in results[1 + num_codes + num_scales :]]
-        m0, n0 = m0 + wave_m * geo.a.wave_rows, n0 + wave_n * geo.b.wave_rows
+        m0, n0 = m0 + wave_m * geo.a.wave_step, (n0 >> log2(geo.parts)) + wave_n * geo.b.wave_step
         if fx.const_expr(epi.bias_grad_dtype is not None):
             store_sums(acc[-geo.a.fragments :], epi, arguments, geo, lds, m0, n0, wave, lane)
         store(acc, epi, arguments, geo, lds, m0, n0, wave, lane)
@@ -193,7 +197,7 @@ class Bring:
         is_b, second = wave >= 2, wave % 2 == 1
         a = _Strip.codes(geo, 0, arguments.a, m0, arguments.M, arguments.K, lds)
         b = _Strip.codes(geo, 1, arguments.b, n0, arguments.N, arguments.K, lds)
-        self._half = b.otherwise(is_b, a).half(second)
+        self._half = b.half(second).otherwise(is_b, a.half(second))
         b_scales = _Strip.scales(geo, 1, arguments.b_scale, n0, arguments.N, arguments.K, lds)
         if geo.a.scaled:
             a_scales = _Strip.scales(geo, 0, arguments.a_scale, m0, arguments.M, arguments.K, lds)
@@ -219,30 +223,33 @@ class Bring:
         return strip.tile(strip.first_at + group * strip.per_group, stage, group & 1)
 
 
-_LONG = ("start", "stride", "along", "pitch")
-_SHORT = (
-    "rows", "columns", "row_unit", "column_unit", "lds", "half_lds", "tile_rows", "tile_columns", "layout", "per_stage",
-    "per_page", "per_tile", "first_at", "per_group",
-)  # fmt: skip
-
-
 class _Strip:
     """An operand's codes or scales, from which tiles are taken along K. An element: a byte, or a bfloat16.
 
-    start         Int64 address; pitch, along: Int64, bytes to the next row and to the next place along K
-    stride        Int64, elements to the next row
-    rows, columns how many there are from `start` on; row_unit, column_unit: how many of them a place along K is, 0 or 1
-    lds, half_lds address in LDS of the first row in stage or page 0, and bytes that half of a tile's rows take
-    tile_rows, tile_columns, layout    of a tile, and of that in LDS (tdm.layout)
+    start         Int64 address; along: Int64, bytes to the next place along K
+    left, tile, unit  for each dimension, the innermost first: how many elements there are from `start` on, how many a tile has,
+                  and how many a place along K is, 0 or 1
+    stride        Int64, elements from one to the next, of each dimension but the innermost
+    lds, half_lds address in LDS of the first row in stage or page 0, and bytes that half of a tile takes
+    layout        of a tile in LDS (tdm.layout)
     per_stage, per_page   bytes in LDS from one stage or page to the next
     per_tile, per_group, first_at     places along K of a tile, of 8, and of what is brought in step 7
+
+    Two dimensions: rows of columns. Where b comes in halves (wmma_tiles.Side) there are three, of which tiles of a have two.
     """
 
-    def __init__(self, fields):
-        for name in _LONG:
-            setattr(self, name, fx.Int64(fields[name]))
-        for name in _SHORT:
-            setattr(self, name, fx.Int32(fields[name]))
+    _LONG = ("start", "along")
+    _SHORT = ("lds", "half_lds", "layout", "per_stage", "per_page", "per_tile", "first_at", "per_group")
+
+    def __init__(self, fields, strides, dimensions, outermost=None):
+        """dimensions: [left, tile, unit] of each. outermost: number of the last that tiles have, and bytes from one to the next."""
+        self._fields = {name: fx.Int64(fields[name]) for name in self._LONG}
+        self._fields |= {name: fx.Int32(fields[name]) for name in self._SHORT}
+        self.strides = [fx.Int64(stride) for stride in strides]
+        self.dimensions = [[fx.Int32(value) for value in each] for each in dimensions]
+        self.outermost = outermost
+        for name, value in self._fields.items():
+            setattr(self, name, value)
 
     @staticmethod
     def codes(geo, which, tensor, first, size, K, lds):
@@ -250,8 +257,7 @@ class _Strip:
         side = (geo.a, geo.b)[which]
         packed = 1 if side.bits == 4 else 0  # two codes share a byte
         return _Strip._of(
-            tensor, side.turned, first >> packed if side.turned else first, size - first, K, packed,
-            max(1, side.bits // 8), (side.stored_rows, side.row_bytes), CODE_GAP, TILE_K,
+            geo, side, tensor, first, size, K, packed, max(1, side.bits // 8), (side.stored_rows, side.row_bytes), CODE_GAP, TILE_K,
             # Step 7 brings codes of tile 10.
             TILES_PER_PAGE - 1 + STAGES,
             {"lds": lds + which * geo.a.code_bytes, "per_stage": geo.stage, "per_page": 0},
@@ -261,58 +267,81 @@ class _Strip:
     def scales(geo, which, tensor, first, size, K, lds):
         side = (geo.a, geo.b)[which]
         return _Strip._of(
-            tensor, side.turned, first, size - first, (K + 31) >> 5, 0, 1, (side.scale_rows, side.scale_row_bytes),
-            side.scale_gap, BLOCKS,
+            geo, side, tensor, first, size, (K + 31) >> 5, 0, 1, (side.scale_rows, side.scale_row_bytes), side.scale_gap, BLOCKS,
             # Step 7 brings scales of group 2.
             NUM_PAGES * TILES_PER_PAGE,
             {"lds": lds + geo.first_page + which * geo.a.scale_bytes, "per_stage": 0, "per_page": geo.page},
         )  # fmt: skip
 
     @staticmethod
-    def _of(tensor, turned, first, left, length, packed, size, tile, gap, unit, first_tile, places):
-        """first: row, or column where turned; left: how many op's rows are left; length: along K; size: bytes of an element;
-        tile: rows and bytes of a row; unit: along K of a tile; first_tile: its number in step 7."""
+    def _of(geo, side, tensor, first, size, length, packed, element, tile, gap, unit, first_tile, places):
+        """first: row of op(a) or column of op(b), of `size`; length: along K; element: bytes of one; tile: rows and bytes of a row;
+        unit: along K of a tile; first_tile: its number in step 7."""
         stride = fx.Int64(fx.get_scalar(tensor.stride[0]))
-        pitch = stride * size
+        pitch = stride * element
         rows, row_bytes = tile
-        if turned:
-            extents = {"rows": length, "columns": left >> packed, "row_unit": 1, "column_unit": 0}
-            start, along, per_tile = fx.Int64(first) * size, pitch, unit
+        if side.halves:
+            first, size = first >> 1, size >> 1
+        if side.turned:
+            start, along, per_tile = fx.Int64(first >> packed) * element, pitch, unit
+            columns, lines = [(size - first) >> packed, row_bytes // element, 0], [length, rows, 1]
         else:
-            extents = {"rows": left, "columns": length >> packed, "row_unit": 0, "column_unit": 1}
-            start, along, per_tile = fx.Int64(first) * pitch, size, unit >> packed
+            start, along, per_tile = fx.Int64(first) * pitch, element, unit >> packed
+            columns, lines = [length >> packed, row_bytes // element, 1], [size - first, rows, 0]
+        if side.halves and side.turned:
+            columns[1] //= 2
+            # Of what is stored: rows may have been padded (amd.run).
+            strides = [fx.Int64(fx.get_scalar(tensor.shape[1]) >> 1), stride]
+            dimensions = [columns, [2, 2, 0], lines]
+        elif side.halves:
+            lines[1] //= 2
+            strides, dimensions = [stride, stride * fx.Int64(size)], [columns, lines, [2, 2, 0]]
+        elif geo.parts > 1:
+            strides, dimensions = [stride, 0], [columns, lines, [0, 0, 0]]
+        else:
+            strides, dimensions = [stride], [columns, lines]
+        last = 2 if side.halves else 1
         return _Strip(
             {
-                **places, **extents, "start": tdm.address(tensor) + start, "stride": stride, "pitch": pitch, "along": along,
-                "half_lds": with_gaps(rows // 2 * row_bytes, gap), "tile_rows": rows, "tile_columns": row_bytes // size,
-                "layout": tdm.layout(size, GAP_EVERY, gap), "per_tile": per_tile, "first_at": first_tile * per_tile,
+                **places, "start": tdm.address(tensor) + start, "along": along, "half_lds": with_gaps(rows // 2 * row_bytes, gap),
+                "layout": tdm.layout(element, GAP_EVERY, gap), "per_tile": per_tile, "first_at": first_tile * per_tile,
                 "per_group": TILES_PER_PAGE * per_tile,
-            }
+            },
+            strides, dimensions, (last, fx.Int64(strides[last - 1]) * element),
         )  # fmt: skip
 
     def otherwise(self, condition, other):
         """This one where condition (uniform) holds, else other."""
-        return _Strip({n: condition.select(getattr(self, n), getattr(other, n)) for n in _LONG + _SHORT})
+
+        def choose(ours, others):
+            return [condition.select(a, b) for a, b in zip(ours, others, strict=True)]
+
+        fields = dict(zip(self._fields, choose(self._fields.values(), other._fields.values()), strict=True))
+        dimensions = [choose(*both) for both in zip(self.dimensions, other.dimensions, strict=True)]
+        return _Strip(fields, choose(self.strides, other.strides), dimensions)
 
     def half(self, second):
-        """The first half of its tiles' rows, or the second."""
-        fields = {name: getattr(self, name) for name in _LONG + _SHORT}
-        fields["tile_rows"] = self.tile_rows >> 1
-        skipped = select(second, fields["tile_rows"], 0)
-        fields["start"] = self.start + self.pitch * fx.Int64(skipped)
-        fields["rows"] = self.rows - skipped
-        fields["lds"] = self.lds + select(second, self.half_lds, 0)
-        return _Strip(fields)
+        """The first half of its tiles' outermost dimension, or the second."""
+        number, distance = self.outermost
+        left, tile, unit = self.dimensions[number]
+        tile = tile >> 1
+        skipped = select(second, tile, 0)
+        fields = self._fields | {
+            "start": self.start + distance * fx.Int64(skipped),
+            "lds": self.lds + select(second, self.half_lds, 0),
+        }
+        dimensions = list(self.dimensions)
+        dimensions[number] = [left - skipped, tile, unit]
+        return _Strip(fields, self.strides, dimensions)
 
     def tile(self, at, stage, page):
         """at (Int32): place along K."""
         lds = self.lds + stage * self.per_stage + page * self.per_page
-        left = (
-            tdm.not_negative(self.rows - at * self.row_unit),
-            tdm.not_negative(self.columns - at * self.column_unit),
-        )
+        left = [tdm.not_negative(left - at * unit) for left, _, unit in self.dimensions]
+        sizes = [tile for _, tile, _ in self.dimensions]
+        planes = (sizes[2], left[2], self.strides[1]) if len(sizes) > 2 else None
         start = self.start + fx.Int64(at) * self.along
-        return Tile.of(start, lds, (self.tile_rows, self.tile_columns), left, self.stride, self.layout)
+        return Tile.of(start, lds, (sizes[1], sizes[0]), (left[1], left[0]), self.strides[0], self.layout, planes)
 
 
 def store_sums(sums, epi, arguments, geo, lds, m0, n0, wave, lane):
@@ -341,17 +370,22 @@ def store_sums(sums, epi, arguments, geo, lds, m0, n0, wave, lane):
 
 
 def store(acc, epi, arguments, geo, lds, m0, n0, wave, lane):
-    """Finish and store a wave's results, from out[m0, n0] on."""
-    columns, rows = geo.b.wave_rows, geo.pass_rows
+    """Finish and store a wave's results, from out[m0, n0] on.
+
+    A row in LDS has the wave's columns of out, or (swiglu) as many of each half of the product, one behind the other.
+    """
+    rows, parts = geo.pass_rows, geo.parts
+    columns, out_columns = geo.b.wave_rows // parts, arguments.N >> log2(parts)
     size = epi.out_dtype.width // 8
-    pitch, out_pitch = geo.pitch(4), geo.pitch(size)
+    pitch, out_pitch = geo.pitch(4), geo.out_pitch
     run = columns // wmma.WAVE  # of a lane: a row for each wave
     # The wave's places in LDS: its results, over which out is written; what was in out; the preactivation; the bias.
     results = wave * (rows * pitch)
     old = geo.waves * rows * pitch + wave * (rows * out_pitch)
     line = geo.lds - (geo.waves - wave) * LINE_BYTES
     base = tdm.lds_base(lds)
-    columns_left = tdm.not_negative(arguments.N - n0)
+    columns_left = tdm.not_negative(out_columns - n0)
+    used_columns = minimum(columns_left, fx.Int32(columns))
     column = lane * run
     saved = None
     if epi.preactivation_dtype is not None:
@@ -362,43 +396,58 @@ def store(acc, epi, arguments, geo, lds, m0, n0, wave, lane):
     bias = None
     if epi.bias_dtype is not None:
         bias_size = epi.bias_dtype.width // 8
-        start = tdm.address(arguments.bias) + fx.Int64(n0) * bias_size
         left = (fx.Int32(1), columns_left)
-        Tile.of(start, base + line, (1, columns), left, fx.Int64(columns), tdm.layout(bias_size)).load()
+        places = [part * (columns * bias_size) for part in range(parts)]
+        for part, at in enumerate(places):
+            start = tdm.address(arguments.bias) + fx.Int64(n0 + out_columns * part) * bias_size
+            Tile.of(start, base + line + at, (1, columns), left, fx.Int64(columns), tdm.layout(bias_size)).load()
         tdm.wait_tiles(in_flight=0)
-        bias = lds_read(lds, line + column * bias_size, run, epi.bias_dtype).to(fx.Float32)
+        at = line + column * bias_size
+        bias = [lds_read(lds, at + place, run, epi.bias_dtype).to(fx.Float32) for place in places]
 
     def finish(step, state):
         """Rows ROWS_AT_ONCE * step on. 16-bit rows of out lie where results of rows up to theirs were."""
         numbers = [step * ROWS_AT_ONCE + e for e in range(ROWS_AT_ONCE)]
-        for row, values in [
-            (row, lds_read(lds, results + row * pitch + column * 4, run, fx.Float32)) for row in numbers
-        ]:
-            z = [values[e] * arguments.alpha for e in range(run)]
+        read = [
+            [lds_read(lds, results + row * pitch + (part * columns + column) * 4, run, fx.Float32) for part in range(parts)]
+            for row in numbers
+        ]  # fmt: skip
+        for row, values in zip(numbers, read, strict=True):
+            z = [[each[e] * arguments.alpha for e in range(run)] for each in values]
             if bias is not None:
-                z = [x + bias[e] for e, x in enumerate(z)]
+                z = [[x + b[e] for e, x in enumerate(each)] for each, b in zip(z, bias, strict=True)]
             if saved is not None:
-                value = fx.Vector.from_elements(z, fx.Float32).to(epi.preactivation_dtype)
-                lds_write(lds, saved + row * saved_pitch + column * saved_size, value, run * saved_size)
-            value = fx.Vector.from_elements([activate(x, epi.activation) for x in z], fx.Float32)
+                for part, each in enumerate(z):
+                    at = saved + row * saved_pitch + (part * columns + column) * saved_size
+                    write(at, each, epi.preactivation_dtype, saved_size)
+            if parts == 2:
+                value = [swiglu(gate, up) for gate, up in zip(*z, strict=True)]
+            else:
+                value = [activate(x, epi.activation) for x in z[0]]
             if epi.accumulate:
-                value = value + lds_read(lds, old + row * out_pitch + column * size, run, epi.out_dtype).to(fx.Float32)
-            lds_write(lds, results + row * out_pitch + column * size, value.to(epi.out_dtype), run * size)
+                addend = lds_read(lds, old + row * out_pitch + column * size, run, epi.out_dtype).to(fx.Float32)
+                value = [x + addend[e] for e, x in enumerate(value)]
+            write(results + row * out_pitch + column * size, value, epi.out_dtype, size)
         return state
 
-    def place(tensor, row0, element):
-        """Address of tensor[row0, n0], and its stride."""
+    def write(at, values, dtype, element):
+        """A lane's run of one row, `values` Float32."""
+        converted = fx.Vector.from_elements(values, fx.Float32).to(dtype)
+        lds_write(lds, at, converted if run > 1 else converted[0], run * element)
+
+    def place(tensor, row0, column0, element):
+        """Address of tensor[row0, column0], and its stride."""
         stride = fx.Int64(fx.get_scalar(tensor.stride[0]))
-        return tdm.address(tensor) + (fx.Int64(row0) * stride + fx.Int64(n0)) * element, stride
+        return tdm.address(tensor) + (fx.Int64(row0) * stride + fx.Int64(column0)) * element, stride
 
     for part in range(geo.a.wave_rows // rows):
         row0 = m0 + part * rows
-        start, stride = place(arguments.out, row0, size)
+        start, stride = place(arguments.out, row0, n0, size)
         rows_left = tdm.not_negative(arguments.M - row0)
         if part > 0:
             # The pass before has left LDS. Its preactivation, stored last, may stay: the wait for what was in out comes before
             # its place is written.
-            tdm.wait_tiles(in_flight=1 if saved is not None and epi.accumulate else 0)
+            tdm.wait_tiles(in_flight=parts if saved is not None and epi.accumulate else 0)
             keep_order()
         if epi.accumulate:
             layout = tdm.layout(size, columns * size, ROW_GAP)
@@ -418,9 +467,11 @@ def store(acc, epi, arguments, geo, lds, m0, n0, wave, lane):
         loop(rows // ROWS_AT_ONCE, [], finish)
         tdm.wait_lds()
         # Rows with their gap, which lies past the tensor's columns.
-        left = (rows_left, minimum(columns_left, fx.Int32(columns)))
+        left = (rows_left, used_columns)
         Tile.of(start, base + results, (rows, columns + ROW_GAP // size), left, stride, tdm.layout(size)).store()
         if saved is not None:
-            start, stride = place(arguments.preactivation, row0, saved_size)
-            tile = (rows, columns + ROW_GAP // saved_size)
-            Tile.of(start, base + saved, tile, left, stride, tdm.layout(saved_size)).store()
+            tile = (rows, saved_pitch // saved_size)
+            for number in range(parts):
+                start, stride = place(arguments.preactivation, row0, n0 + out_columns * number, saved_size)
+                at = base + saved + number * (columns * saved_size)
+                Tile.of(start, at, tile, left, stride, tdm.layout(saved_size)).store()

@@ -12,7 +12,7 @@ import torch
 
 from fourwave.blocks.flydsl.wmma_tiles import TILE_K, Side
 from fourwave.ops.gemm.config import MAX_EXTENT, GemmConfig
-from fourwave.ops.gemm.problem import PACKED_E2M1
+from fourwave.ops.gemm.problem import PACKED_E2M1, SWIGLU
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.problem import GemmProblem
@@ -45,8 +45,10 @@ def _config(tile: tuple[int, int, int, int], bits: int) -> GemmConfig:
 CONFIG = _config(_LARGE, 4)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BITS = {PACKED_E2M1: 4, **dict.fromkeys(FLOAT8, 8), torch.bfloat16: 16}
-FEATURES = frozenset({"scaling:1x32x1x32", "scaling:Nonex1x32", "batch_invariant", "preactivation", "bias_grad"})
-ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu")
+FEATURES = frozenset(
+    {"scaling:1x32x1x32", "scaling:Nonex1x32", "batch_invariant", "preactivation", "bias_grad", SWIGLU}
+)
+ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu", SWIGLU)
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 NUM_PAGES = 2
@@ -92,10 +94,20 @@ class Geometry:
         """Bytes of a row of a wave's results in the epilogue, elements of `size` bytes."""
         return self.b.wave_rows * size + ROW_GAP
 
+    @property
+    def parts(self) -> int:
+        """Of the product, that are one row of out: two halves, or itself."""
+        return 2 if self.b.halves else 1
+
+    @property
+    def out_pitch(self) -> int:
+        """Bytes of a row of out."""
+        return self.b.wave_rows // self.parts * self.out_bytes + ROW_GAP
+
     def epilogue_lds(self, rows: int) -> int:
         """rows: of each wave, that it finishes in a pass."""
-        sizes = [4] + [self.out_bytes] * self.accumulate + [self.preactivation_bytes] * (self.preactivation_bytes > 0)
-        return self.waves * (rows * sum(map(self.pitch, sizes)) + LINE_BYTES)
+        saved = self.pitch(self.preactivation_bytes) if self.preactivation_bytes else 0
+        return self.waves * (rows * (self.pitch(4) + self.out_pitch * self.accumulate + saved) + LINE_BYTES)
 
     @property
     def pass_rows(self) -> int:
@@ -108,12 +120,16 @@ class Geometry:
 
 
 def geometry(problem: GemmProblem, config: GemmConfig) -> Geometry:
-    a, b = (
-        Side(rows, waves, _BITS[dtype], turned, scaling is not None)
-        for rows, waves, dtype, turned, scaling in (
-            (config.tile_m, config.waves_m, problem.a_dtype, problem.layout == "NT", problem.a_scaling),
-            (config.tile_n, config.waves_n, problem.b_dtype, problem.layout != "TN", problem.b_scaling),
-        )
+    a = Side(
+        config.tile_m, config.waves_m, _BITS[problem.a_dtype], problem.layout == "NT", problem.a_scaling is not None
+    )
+    b = Side(
+        config.tile_n,
+        config.waves_n,
+        _BITS[problem.b_dtype],
+        problem.layout != "TN",
+        problem.b_scaling is not None,
+        problem.activation == SWIGLU,
     )
     saved = 0 if problem.preactivation_dtype is None else problem.preactivation_dtype.itemsize
     return Geometry(config, a, b, problem.accumulate, problem.out_dtype.itemsize, saved)
@@ -152,6 +168,8 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None) -> str | No
     for operand, dtype, name in zip("ab", (problem.a_dtype, problem.b_dtype), packed, strict=True):
         if dtype == PACKED_E2M1 and getattr(problem, name) % 2:
             return f"{name}={getattr(problem, name)}: rows of {operand} are packed, two codes in a byte; {name} is even"
+    if problem.activation == SWIGLU and problem.layout != "TN" and problem.b_dtype == PACKED_E2M1 and problem.N % 4:
+        return f"swiglu with N={problem.N} in layout {problem.layout}: the halves of packed rows are whole bytes, N is a multiple of 4"
     for name in ("M", "N", "K"):
         if getattr(problem, name) > MAX_EXTENT:
             return f"{name}={getattr(problem, name)}: sizes are 32-bit in the kernel, at most {MAX_EXTENT}"
