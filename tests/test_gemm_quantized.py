@@ -19,6 +19,26 @@ BF16, FP32 = torch.bfloat16, torch.float32
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 FP8 = ("fp8_e4m3", "fp8_e5m2")
 MX = ("mxfp8_e4m3", "mxfp8_e5m2")
+slow = pytest.mark.slow
+
+
+def mixes(names: tuple[str, str]) -> list[Any]:
+    """(a, b, layout): every mix in TN; an operand read across K in the format that test_shapes and test_views leave out.
+
+    The kernel reads each operand on its own: the other mixes are slow tests.
+    """
+    quick = (names[0], names[1], "NN"), (names[1], names[0], "NT")
+    every = [(a, b, layout) for layout in LAYOUTS for a in names for b in names]
+    return [pytest.param(*one, marks=() if one[2] == "TN" or one in quick else slow) for one in every]
+
+
+# What ends a kernel does not know how its operands were read: all of it for one kind of operand in every layout, and for
+# every kind in one.
+ENDS = [
+    pytest.param(name, layout, marks=() if name == "bf16" or layout == "TN" else slow)
+    for name in ("bf16", "fp8_e4m3", "mxfp8_e4m3")
+    for layout in LAYOUTS
+]
 
 
 def check(case: GemmCase, target: Target) -> None:
@@ -37,18 +57,14 @@ def check(case: GemmCase, target: Target) -> None:
     assert result.ratio <= 1, f"{case}: {result.ratio:.3g} times the bound at {list(result.worst)}"
 
 
-@every_layout
-@pytest.mark.parametrize("a", FP8)
-@pytest.mark.parametrize("b", FP8)
-def test_one_scale_for_each_operand(target: Target, layout: str, a: str, b: str) -> None:
+@pytest.mark.parametrize(("a", "b", "layout"), mixes(FP8))
+def test_one_scale_for_each_operand(target: Target, a: str, b: str, layout: str) -> None:
     for shape in ("even", "tail all"):
         check(GemmCase(by_name(shape), layout, a_format=a, b_format=b), target)
 
 
-@every_layout
-@pytest.mark.parametrize("a", MX)
-@pytest.mark.parametrize("b", MX)
-def test_mx(target: Target, layout: str, a: str, b: str) -> None:
+@pytest.mark.parametrize(("a", "b", "layout"), mixes(MX))
+def test_mx(target: Target, a: str, b: str, layout: str) -> None:
     for shape in ("even", "tail all"):
         check(GemmCase(by_name(shape), layout, a_format=a, b_format=b), target)
 
@@ -68,9 +84,8 @@ def test_views(target: Target, layout: str, name: str, view: str) -> None:
     check(case, target)
 
 
-@every_layout
-@pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "mxfp8_e4m3"])
-def test_epilogues(target: Target, layout: str, name: str) -> None:
+@pytest.mark.parametrize(("name", "layout"), ENDS)
+def test_epilogues(target: Target, name: str, layout: str) -> None:
     formats: dict[str, Any] = {} if name == "bf16" else {"a_format": name, "b_format": name}
     base = GemmCase(by_name("tail all"), layout, **formats)
     check(replace(base, bias_dtype=BF16, activation="gelu", alpha=0.5, preactivation=FP32, out_view="offset"), target)
@@ -78,13 +93,30 @@ def test_epilogues(target: Target, layout: str, name: str) -> None:
     # Scales of b where K is not contiguous come in chunks of 16, of which a half holds whole ones.
     halves = replace(base, shape=Shape("halves", 77, 160 if name.startswith("mx") and layout != "TN" else 146, 203))
     check(replace(halves, activation="swiglu", bias_dtype=FP32, preactivation=BF16, out_view="sliced"), target)
-    if layout == "NT":
-        check(replace(base, bias_grad=FP32, accumulate=True, out_dtype=FP32), target)
-        check(replace(base, bias_grad=BF16), target)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "mxfp8_e4m3"])
-@pytest.mark.parametrize("out_format", ["fp8_e4m3", "fp8_e5m2", "mxfp8_e4m3", "mxfp8_e5m2"])
+def test_bias_gradients(target: Target, name: str) -> None:
+    formats: dict[str, Any] = {} if name == "bf16" else {"a_format": name, "b_format": name}
+    base = GemmCase(by_name("tail all"), "NT", **formats)
+    check(replace(base, bias_grad=FP32, accumulate=True, out_dtype=FP32), target)
+    check(replace(base, bias_grad=BF16), target)
+
+
+# kernels/test_epilogue.py has every format of a result with bf16 operands.
+RESULTS = [
+    pytest.param(name, out_format, marks=() if quick else slow)
+    for name, few in (
+        ("bf16", ("fp8_e5m2", "mxfp8_e4m3")),
+        ("fp8_e4m3", ("fp8_e4m3", "mxfp8_e5m2")),
+        ("mxfp8_e4m3", ("fp8_e5m2", "mxfp8_e4m3")),
+    )
+    for out_format in (*FP8, *MX)
+    for quick in [out_format in few]
+]
+
+
+@pytest.mark.parametrize(("name", "out_format"), RESULTS)
 def test_quantized_results(target: Target, name: str, out_format: str) -> None:
     """The bits are those of fw.quantize of the float32 result."""
     formats: dict[str, Any] = {} if name == "bf16" else {"a_format": name, "b_format": name}
@@ -115,9 +147,11 @@ def power_of_two_operand(rows: int, k: int, step: int, rowwise: bool, name: str,
     return QuantizedTensor(fmt, (k, rows), None, None, codes, scale)
 
 
-@every_layout
-@pytest.mark.parametrize("name", MX)
-def test_sums_of_powers_of_two_are_exact(target: Target, layout: str, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param(n, layout, marks=() if n == MX[0] or layout == "TN" else slow) for n in MX for layout in LAYOUTS],
+)
+def test_sums_of_powers_of_two_are_exact(target: Target, name: str, layout: str) -> None:
     """Each block adds 32 * 2^(e_a + e_b): a scale at a wrong row or block changes the sum, which is exact in float32."""
     if target.backend == "hopper" and layout != "TN":
         pytest.skip("hopper reads columnwise codes stored transposed: the cases above")
