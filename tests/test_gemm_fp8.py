@@ -58,12 +58,12 @@ def test_shapes(target: Target, shape: Shape) -> None:
     check(case(target, shape), target)
 
 
+@pytest.mark.parametrize("mix", [pytest.param(m, marks=() if m[0] != m[1] else pytest.mark.slow) for m in MIXES])
 @pytest.mark.parametrize("layout", ["NN", "NT"])
-def test_layouts(target: Target, layout: str) -> None:
-    """Operands that are read across K. Sizes in whole chunks are read in place, others through copies."""
+def test_layouts(target: Target, layout: str, mix: tuple[int, int]) -> None:
+    """Operands that are read across K, each in either format. Sizes in whole chunks are read in place, others through copies."""
     for shape in (by_name("tail all"), Shape("chunks", 80, 144, 203)):
-        for mix in MIXES:
-            check(case(target, shape, (mix[0], mix[1]), layout=layout, out_dtype=FP32), target)
+        check(case(target, shape, mix, layout=layout, out_dtype=FP32), target)
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -72,9 +72,10 @@ def test_mixes(target: Target, mix: tuple[int, int]) -> None:
         check(case(target, by_name(name), mix), target)
 
 
-@pytest.mark.parametrize("layout", ["TN", "NN", "NT"])
+@pytest.mark.parametrize("layout", ["TN", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("NN", "NT"))])
 @pytest.mark.parametrize("index", range(5))
 def test_configs(target: Target, index: int, layout: str) -> None:
+    """Tails over several tiles. One tile of each in every layout is in kernels/test_amd_sim.py."""
     arch = arch_of(target)
     if arch is None:
         pytest.skip("native takes no config")
