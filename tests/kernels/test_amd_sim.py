@@ -98,8 +98,14 @@ def test_beyond_2_to_31_elements(arch, layout):
     assert notes == []
 
 
-@pytest.mark.parametrize("elem_bytes", [2, 1, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("elem_bytes", "layout"),
+    [
+        pytest.param(size, layout, marks=pytest.mark.slow if size == 4 and layout != "TN" else ())
+        for size in (2, 1, 4)
+        for layout in LAYOUTS
+    ],
+)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lds_reads_without_bank_conflicts(arch, layout, elem_bytes):
     for config in candidates(arch, elem_bytes):
