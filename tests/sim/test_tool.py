@@ -141,6 +141,29 @@ def test_the_process_is_as_before():
     assert not torch.zeros(1).is_cuda and type(torch.zeros(1)) is torch.Tensor
 
 
+def test_a_second_script_learns_its_own_gpu(tmp_path, capsys):
+    """What the first one asked about its GPU, in a module of its folder or through fourwave, is not the second's."""
+    from fourwave.backends import registry
+
+    (tmp_path / "helper_of_two_scripts.py").write_text(
+        "import torch\nARCH = torch.cuda.get_device_properties(0).gcnArchName\n", encoding="utf-8"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import helper_of_two_scripts\n"
+        "from fourwave.backends import registry\n"
+        "flydsl = registry.get('flydsl')\n"
+        "print(helper_of_two_scripts.ARCH, flydsl._arch(), flydsl.unavailable())\n",
+        encoding="utf-8",
+    )
+    before = registry.get("flydsl").unavailable()
+    for arch in ("gfx942", "gfx950"):
+        run_script(script, [], arch)
+        assert capsys.readouterr().out == f"{arch} {arch} None\n"
+        assert "helper_of_two_scripts" not in sys.modules
+        assert registry.get("flydsl").unavailable() == before
+
+
 def test_a_kernel_must_not_touch_host_tensors(tmp_path):
     script = tmp_path / "host.py"
     script.write_text(

@@ -35,6 +35,10 @@ class Backend(ABC):
     def unavailable(self, arch: str | None = None) -> str | None:
         """Why this backend cannot run anything here (for `arch`, where it has several), or None."""
 
+    def forget(self) -> None:
+        """Ask again, at the next question, which packages and devices there are."""
+        return None
+
     @abstractmethod
     def why_unsupported(self, problem: GemmProblem, config: GemmConfig | None) -> str | None:
         """Why this backend cannot run this problem with this config (None: its own choice), or None."""

@@ -71,6 +71,10 @@ class FlyDSLBackend(Backend):
             return f"no {arch} device"
         return None
 
+    def forget(self) -> None:
+        for known in (flydsl_missing, device_arch, _device_missing):
+            known.cache_clear()
+
     def _arch(self) -> str:
         return device_arch(torch.cuda.current_device())
 

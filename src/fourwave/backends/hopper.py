@@ -73,6 +73,10 @@ class HopperBackend(Backend):
             return f"there are Hopper kernels for {ARCH}, not for {arch}"
         return None
 
+    def forget(self) -> None:
+        for known in (cutedsl_missing, _is_hopper, _device_missing):
+            known.cache_clear()
+
     def why_unsupported(self, problem: GemmProblem, config: GemmConfig | None) -> str | None:
         if problem.device_type != "cuda":
             return f"the operands are on the {problem.device_type.upper()}, not on a Hopper GPU"

@@ -167,6 +167,8 @@ def why_not(name: str, problem: GemmProblem, config: GemmConfig | None) -> str |
 def clear_cache() -> None:
     """Forget earlier choices, for when a device or a package has appeared or gone."""
     select.cache_clear()
+    for name in registry.names():
+        registry.get(name).forget()
     for forget in _on_clear:
         forget()
 

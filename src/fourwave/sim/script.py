@@ -12,6 +12,7 @@ import contextlib
 import copy
 import runpy
 import sys
+import sysconfig
 import time
 import types
 from collections.abc import Iterator
@@ -380,6 +381,8 @@ class Generator(metaclass=_AnyGenerator):
 @contextlib.contextmanager
 def served_on_cpu(arch: str) -> Iterator[None]:
     """Serve device="cuda" on the CPU for the block, as a GPU of `arch`."""
+    from fourwave.backends import select
+
     from . import flydsl_hook
 
     stream = Stream()
@@ -430,6 +433,9 @@ def served_on_cpu(arch: str) -> Iterator[None]:
 
     all_ranges = flydsl_hook._ranges
     with contextlib.ExitStack() as stack:
+        # What fourwave knows of devices is another matter in here, and again afterwards.
+        stack.callback(select.clear_cache)
+        select.clear_cache()
         stack.enter_context(mock.patch.object(flydsl_hook, "_ranges", ranges))
         for name, value in replaced.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
@@ -452,11 +458,29 @@ def served_on_cpu(arch: str) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _own_modules() -> Iterator[None]:
+    """Modules that the block imports go again, but for installed packages: they may have asked what the GPU is."""
+    before = set(sys.modules)
+    installed = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    installed.add(Path(__file__).resolve().parents[1])
+    try:
+        yield
+    finally:
+        for name in sys.modules.keys() - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is None or installed & {*(parents := Path(file).resolve().parents)}:
+                continue
+            if not {"site-packages", "dist-packages"} & {parent.name for parent in parents}:
+                del sys.modules[name]
+
+
 def run_script(path: str | Path, arguments: list[str], arch: str = "gfx950", **options: Any) -> tuple[int, Any]:
     """Run a Python script as `python path arguments` would, with a simulated GPU of `arch`.
 
     options   of fourwave.sim.session
     returns   (the script's exit status, the session's Report). Exceptions of the script are raised.
+    Modules that the script imports from elsewhere than installed packages are its own: another script's import loads them again.
     """
     from . import session
 
@@ -465,6 +489,7 @@ def run_script(path: str | Path, arguments: list[str], arch: str = "gfx950", **o
         with (
             mock.patch.object(sys, "argv", [str(path), *arguments]),
             mock.patch.object(sys, "path", [str(path.parent.resolve()), *sys.path]),
+            _own_modules(),
         ):
             try:
                 runpy.run_path(str(path), run_name="__main__")

@@ -92,6 +92,9 @@ def choose(spec: str, problem: GroupedProblem, config: GroupedConfig | None) -> 
     raise NotImplementedError(f"no backend can run {problem}. {reasons}")
 
 
+select.on_clear(choose.cache_clear)
+
+
 def _why_unsupported(backend: Backend, problem: GroupedProblem, config: GroupedConfig | None) -> str | None:
     return None if problem.is_empty else backend.why_grouped_unsupported(problem, config)
 
