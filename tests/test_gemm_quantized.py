@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -230,6 +231,18 @@ def test_what_is_missing_or_wrong_is_told() -> None:
         fw.gemm(both, crossed, trans_a=True, trans_b=False)
     with pytest.raises(ValueError, match="swap the operands"):
         fw.gemm(both, both, trans_a=True, trans_b=True)
+    options: list[dict[str, Any]] = [
+        {"out_direction": "columnwise"},
+        {"out_direction": "up"},
+        {"out_scale_rule": "ceil"},
+    ]
+    for option in options:
+        with pytest.raises(ValueError, match="is of a quantized output, and no out_format"):
+            fw.gemm(torch.ones(4, 32), torch.ones(4, 32), **option)
+    with pytest.raises(ValueError, match="a number that a float holds"):
+        fw.gemm(torch.ones(4, 32), torch.ones(4, 32), alpha=10**400)
+    with pytest.raises(ValueError, match="a is a ndarray; it must be"):
+        fw.gemm(np.zeros((100, 100)), torch.ones(4, 32))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"out_scale is the scale of a quantized output"):
         fw.gemm(x, x, out_scale=torch.ones(()))
     with pytest.raises(ValueError, match="needs out_scale"):

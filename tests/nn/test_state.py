@@ -198,3 +198,22 @@ def test_size_is_flat_over_10_steps(recipe: Any) -> None:
             del live
     assert len(set(sizes)) == 1
     assert tensors[0] == tensors[1]
+
+
+@pytest.mark.parametrize("fails", ["a buffer", "a parameter"])
+def test_a_move_that_fails_loses_nothing(fails: str) -> None:
+    module, stored = trained(), fnn.Linear(32, 32)
+    stored.store_quantized(fw.recipes.MXFP8())
+
+    def move(t: torch.Tensor) -> torch.Tensor:
+        if isinstance(t, torch.nn.Parameter) == (fails == "a parameter"):
+            raise RuntimeError("out of memory")
+        return t.clone()
+
+    for each in (module, stored):
+        before = {name: t.clone() for name, t in each.state_dict().items()}
+        with pytest.raises(RuntimeError, match="out of memory"):
+            each._apply(move)
+        after = each.state_dict()
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert stored(torch.ones(2, 32)).isfinite().all()

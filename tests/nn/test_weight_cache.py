@@ -175,16 +175,18 @@ def test_the_kept_form_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_alias_taken_earlier_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = quantizations(monkeypatch)
     linear = fresh()
-    alias = linear.weight.detach().numpy()
-    run(linear, True)
-    alias[:] = 3.0
-    assert torch.equal(run(linear, False), run(linear, None))
-    del alias
-    gc.collect()
-    run(linear, True)
-    seen.clear()
-    run(linear, False)
-    assert seen.count((64, 64)) == 0
+    for kept, take in ((True, lambda t: t.detach()), (False, lambda t: t.detach().numpy())):
+        alias = take(linear.weight)
+        run(linear, True)
+        alias[:] = 3.0
+        assert torch.equal(run(linear, False), run(linear, None))
+        del alias
+        gc.collect()
+        run(linear, True)
+        seen.clear()
+        run(linear, False)
+        # A storage that was once an array stays marked.
+        assert (seen.count((64, 64)) == 0) == kept
 
 
 def test_recipes_are_kept_apart() -> None:
@@ -251,3 +253,18 @@ def test_other_modules_keep_weights_too(kind: str, monkeypatch: pytest.MonkeyPat
     next(p for p in module.parameters() if p.dim() > 1).data.zero_()
     with fw.autocast(recipe=R.MXFP8()):
         assert torch.equal(module(X, *rest, is_first_microbatch=False), module(X, *rest))
+
+
+@pytest.mark.parametrize("owner", ["numpy", "dlpack", "another process"])
+def test_memory_that_others_write_is_not_trusted(owner: str) -> None:
+    linear = fresh()
+    array = new_values(linear.weight).numpy()
+    if owner == "another process":
+        linear.share_memory()
+        array = linear.weight.detach().numpy()
+    else:
+        linear.weight = torch.nn.Parameter(torch.from_numpy(array) if owner == "numpy" else torch.from_dlpack(array))
+    before = run(linear, True).detach()
+    array *= 2
+    after = run(linear, False).detach()
+    assert not torch.equal(after, before) and torch.equal(after, run(linear, None))

@@ -220,12 +220,16 @@ class QuantizedModule(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedModule:
         # Scales and amax stay float32, and codes what they are, whatever the module is cast to.
         state = {name: tensor for name in self._uncast() if (tensor := getattr(self, name)) is not None}
-        for name in state:
-            setattr(self, name, None)
-        super()._apply(fn, recurse)
-        for name, tensor in state.items():
-            moved = fn(tensor)
-            setattr(self, name, moved if moved.dtype == tensor.dtype else tensor.to(moved.device))
+        moved = {name: fn(tensor) for name, tensor in state.items()}
+        try:
+            for name in state:
+                setattr(self, name, None)
+            super()._apply(fn, recurse)
+            for name, tensor in state.items():
+                state[name] = moved[name] if moved[name].dtype == tensor.dtype else tensor.to(moved[name].device)
+        finally:  # also where a parameter cannot be moved: the tensors as they were
+            for name, tensor in state.items():
+                setattr(self, name, tensor)
         return self
 
     def _uncast(self) -> list[str]:

@@ -220,6 +220,8 @@ class Linear(LinearBase):
     recipe        used where no fw.autocast is in force
     fuse_wgrad_accumulation  add the weight's gradient to weight.main_grad, in its dtype, instead of giving it to autograd. With
                   is_first_microbatch=True, or an attribute overwrite_main_grad of the weight, what main_grad held is overwritten
+                  A backward pass that asks for other gradients only (`torch.autograd.grad(y, x)`) adds to it too: PyTorch does
+                  not tell a function which of its gradients are used
     delay_wgrad_compute  leave wgrad to backward_dw()
 
     Input float32, bfloat16 or float16, [..., in_features], of any strides; the output has its dtype, or torch.autocast's. Weights

@@ -102,8 +102,14 @@ def _identity(weight: WatchedParameter) -> tuple[Any, ...]:
 
 
 def _shared(weight: Tensor) -> bool:
-    """Whether a tensor or array other than the weight holds its storage: a write through it may go unseen."""
+    """Whether anything but the weight may hold its storage, a tensor, an array or another process: a write through it may go unseen.
+
+    Memory that PyTorch did not allocate (`torch.from_numpy`, `from_dlpack`, a mapped file) or once gave to NumPy cannot be
+    resized: who else holds it is unknown.
+    """
     storage = weight.untyped_storage()
+    if not storage.resizable() or (weight.device.type == "cpu" and storage.is_shared()):
+        return True
     return torch._C._storage_Use_Count(storage._cdata) > _ALONE
 
 

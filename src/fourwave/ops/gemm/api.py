@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -117,7 +118,10 @@ def gemm(
     Raises ValueError for what the caller must change, BackendUnavailable when a backend that was asked for is not here,
     NotImplementedError when it cannot run this.
     """
-    if config is None and out_format is None and preactivation is None and bias_grad is None and out_scale is None:
+    if (
+        config is None and out_format is None and preactivation is None and bias_grad is None and out_scale is None
+        and out_direction == "rowwise" and out_scale_rule == "floor"
+    ):  # fmt: skip
         if backend is not None:
             check_choice(None, backend)
         result = quick(
@@ -225,12 +229,16 @@ def _arguments(
             )
     for name, t in (("a", a), ("b", b)):
         if not isinstance(t, Tensor):
-            raise ValueError(f"{name} is {t!r}; it must be a tensor or a QuantizedTensor")
+            raise ValueError(f"{name} is {_told(t)}; it must be a tensor or a QuantizedTensor")
     for name, given in (("out", out), ("bias", bias), ("preactivation", preactivation), ("bias_grad", bias_grad)):
         if given is not None and not isinstance(given, Tensor):
-            raise ValueError(f"{name} is {given!r}; it must be a tensor")
-    if not isinstance(alpha, (int, float, torch.SymInt, torch.SymFloat)):
-        raise ValueError(f"alpha is {alpha!r}; it must be a number (a tensor's gradient would be lost)")
+            raise ValueError(f"{name} is {_told(given)}; it must be a tensor")
+    if not isinstance(alpha, (int, float, torch.SymInt, torch.SymFloat)) or (
+        isinstance(alpha, int) and abs(alpha) > sys.float_info.max
+    ):
+        raise ValueError(
+            f"alpha is {_told(alpha)}; it must be a number that a float holds (a tensor's gradient would be lost)"
+        )
     args = Arguments(
         a, b, out, bias, a_scale, b_scale, preactivation, bias_grad, None, None, None, None, alpha, trans_a, trans_b,
         out_dtype, activation, accumulate, a_scaling, b_scaling, batch_invariant, fast_accum, b_preshuffled=b_preshuffled,
@@ -239,8 +247,19 @@ def _arguments(
     if out_format is None:
         if out_scale is not None:
             raise ValueError("out_scale is the scale of a quantized output, and no out_format was given")
+        for name, option, default in (
+            ("out_direction", out_direction, "rowwise"), ("out_scale_rule", out_scale_rule, "floor"),
+        ):  # fmt: skip
+            if option != default:
+                raise ValueError(f"{name}={option!r} is of a quantized output, and no out_format was given")
         return args, None
     return _quantized_output(args, out_format, out_scale, out_direction, out_scale_rule)
+
+
+def _told(given: Any) -> str:
+    """What came, in a message: an array is not printed whole."""
+    text = repr(given)
+    return text if len(text) <= 80 and "\n" not in text else f"a {type(given).__name__}"
 
 
 def _transform(a: Tensor | QuantizedTensor, b: Tensor | QuantizedTensor, directions: list[str]) -> int | None:

@@ -53,7 +53,7 @@ def quick(
     if a is None or b is None or is_special() or forward_ad._current_level >= 0:
         return None
     grad = torch.is_grad_enabled()
-    if type(alpha) is not float and type(alpha) is not int:
+    if type(alpha) is not float and (type(alpha) is not int or alpha.bit_length() > 64):
         return None
     for t in (a, b, bias, out):
         if t is not None and (
