@@ -25,6 +25,7 @@ OPERANDS: dict[str, dict[str, Any]] = {
     "mxfp4": {"a_format": "mxfp4", "b_format": "mxfp4"},
     "mxfp8 x mxfp4": {"a_format": "mxfp8_e4m3", "b_format": "mxfp4"},
     "mxfp4 x mxfp8": {"a_format": "mxfp4", "b_format": "mxfp8_e5m2"},
+    "bf16 x mxfp4": {"dtype": torch.bfloat16, "b_format": "mxfp4"},
     "fp8 preshuffled": {"a_format": "fp8_row", "b_format": "fp8_row", "preshuffled": True},
     "mxfp8 preshuffled": {"a_format": "mxfp8_e4m3", "b_format": "mxfp8_e5m2", "preshuffled": True},
     "blocks preshuffled": {"a_format": "fp8_1x128", "b_format": "fp8_128x128", "preshuffled": True},

@@ -305,7 +305,7 @@ def problem_of(layout: str = "TN", **fields: Any) -> GemmProblem:
     ("problem", "arch", "text"),
     [
         (problem_of(), "gfx942", "gfx942 has no matrix instruction"),
-        (problem_of(a_scaling=None, a_dtype=BF16), ARCH, "a is torch.bfloat16 with scales None beside packed e2m1"),
+        (problem_of(a_scaling=None, a_dtype=FP32), ARCH, "a is torch.float32 with scales None beside packed e2m1"),
         (problem_of(b_dtype=torch.float8_e4m3fn, b_scaling="row"), ARCH, "b is torch.float8_e4m3fn with scales 'row'"),
         (problem_of("NN", N=63), ARCH, "N=63: rows of b are packed"),
         (problem_of("NT", M=63), ARCH, "M=63: rows of a are packed"),

@@ -285,7 +285,11 @@ class Fragments:
         if tile.k_contiguous:
             # Lane: row in_group, chunk `group` of every four. One base per four chunks.
             line = first_row + in_group
-            self.bases = [tile.address(line, group + c) for c in range(0, tile.chunks_per_line, LANE_GROUPS)]
+            if self.chunks == 1:
+                chunks = [tile.chunk(group, k_slice) for k_slice in range(tile.chunks_per_line // LANE_GROUPS)]
+            else:
+                chunks = [group + c for c in range(0, tile.chunks_per_line, LANE_GROUPS)]
+            self.bases = [tile.address(line, chunk) for chunk in chunks]
             return
         if tile.transposing:
             # A transposing read takes `rows` rows of k and 16 columns from 16 lanes (memory.lds_read_transposed), a lane
@@ -527,20 +531,20 @@ class BlockScales:
             return
         self.lds = lds.scales.ptr
         self.tiles = dict(zip("ab", geo.scale_tiles, strict=True))
-        self.place = {"a": 0, "b": self.tiles["a"].slots * self.tiles["a"].slot_bytes}
+        self.place = {"a": 0, "b": self.tiles["a"].slots * self.tiles["a"].slot_bytes if self.tiles["a"] else 0}
         self.tensors = {"a": arguments.a_scale, "b": arguments.b_scale}
         self.first_row = {"a": m0, "b": n0}
         self.K = arguments.K
 
     def reader(self, name, first_row, count):
         """FragmentScales of `count` fragments from a row of the tile on."""
-        if not self.geo.scales:
+        if not self.geo.scales or self.tiles[name] is None:
             return FragmentScales(None, None, 0, first_row, count, self.lane)
         return FragmentScales(self.tiles[name], self.lds, self.place[name], first_row, count, self.lane)
 
     def waves(self, name):
         """Waves that it takes to bring the scales of SCALE_K k of an operand."""
-        return self.tiles[name].slot_bytes // (WAVE * CHUNK_BYTES)
+        return self.tiles[name].slot_bytes // (WAVE * CHUNK_BYTES) if self.tiles[name] else 0
 
     def source(self, name, unit):
         """What one wave brings: GlobalScales of the chunks from WAVE * unit on; unit is uniform."""
@@ -556,7 +560,10 @@ class BlockScales:
         """Deals the work out to the waves for issue()."""
         if self.geo.scales:
             units = [self.wave + load * (WORKGROUP // WAVE) for load in range(self.geo.scale_loads)]
-            self.units = [(unit, self.source("a", unit), self.source("b", unit - self.waves("a"))) for unit in units]
+            self.units = [
+                (unit, self.source("a", unit) if self.tiles["a"] else None, self.source("b", unit - self.waves("a")))
+                for unit in units
+            ]
 
     def issue(self, k0, stage):
         """This wave's share of the scales of SCALE_K k from k0 (Int32, uniform, a multiple of tile_k) on. geo.scale_loads
@@ -566,11 +573,13 @@ class BlockScales:
         wave_bytes = WAVE * CHUNK_BYTES
         idle = self.geo.scale_bytes + stage * (self.geo.scale_loads * LOAD_BYTES)
         for unit, a, b in self.units:
-            of_a = unit < self.waves("a")
             brings = ((k0 & (SCALE_K - 1)) == 0) & (unit < self.waves("a") + self.waves("b"))
-            buffer = a.step(k0).otherwise(of_a, b.step(k0))
-            offset = select(brings, select(of_a, a.offset, b.offset), OUT_OF_RANGE)
-            place = select(of_a, self.slot("a", k0), self.slot("b", k0) - self.waves("a") * wave_bytes)
+            buffer, offset, place = b.step(k0), b.offset, self.slot("b", k0) - self.waves("a") * wave_bytes
+            if a is not None:
+                of_a = unit < self.waves("a")
+                buffer = a.step(k0).otherwise(of_a, buffer)
+                offset, place = select(of_a, a.offset, offset), select(of_a, self.slot("a", k0), place)
+            offset = select(brings, offset, OUT_OF_RANGE)
             place = select(brings, place, idle) + unit * wave_bytes
             buffer.load_to_lds(self.lds, place, offset)
 

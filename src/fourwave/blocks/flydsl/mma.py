@@ -75,13 +75,14 @@ def _float4(a, b):
     )
 
 
+_BF16 = {"gfx950": ("mfma_f32_16x16x32_bf16_", 1), "gfx942": ("mfma_f32_16x16x16bf16_1k_", 2)}
 _TORCH_NAMES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "uint8": "e2m1"}  # gfx950's codes
 
 # By the types of a and b, named as torch names them.
 FORMATS = {
-    ("bfloat16", "bfloat16"): OperandFormat(
-        "bf16", fx.BFloat16, {"gfx950": ("mfma_f32_16x16x32_bf16_", 1), "gfx942": ("mfma_f32_16x16x16bf16_1k_", 2)}
-    ),
+    ("bfloat16", "bfloat16"): OperandFormat("bf16", fx.BFloat16, _BF16),
+    # b becomes bfloat16 in registers (e2m1.Dequantizer).
+    ("bfloat16", "uint8"): OperandFormat("bf16", fx.BFloat16, _BF16, packed=(False, True)),
     ("float16", "float16"): OperandFormat(
         "fp16", fx.Float16, {"gfx950": ("mfma_f32_16x16x32_f16_", 1), "gfx942": ("mfma_f32_16x16x16f16_", 2)}
     ),

@@ -70,6 +70,7 @@ class OperandTile:
     pairs: int = (
         0  # > 0: as many elements of M or N come in turn from the first and from the second half of the operand
     )
+    together: int = 1  # slices of K of which each lane group has its chunks side by side (chunk)
 
     @property
     def transposing(self):
@@ -81,6 +82,12 @@ class OperandTile:
         """k of one fragment; where packed bytes run along K, the bytes of it."""
         across = 2 if self.packed and not self.k_contiguous else 1  # elements of k in a byte of a fragment
         return LANE_GROUPS * self.fragment_bytes // self.elem_bytes * across
+
+    def chunk(self, group, k_slice):
+        """Which 16 bytes of a line lane group `group` reads of a slice (fragments of 16 bytes, K contiguous). together 4, beside packed
+        codes of the other operand: a lane's chunk of those is 32 k, and this one's four of 8."""
+        first = k_slice - k_slice % self.together
+        return first * LANE_GROUPS + group * self.together + k_slice % self.together
 
     @property
     def unpacked(self):
@@ -132,6 +139,9 @@ class OperandTile:
         for size in (self.extent, self.tile_k):
             if size & (size - 1):
                 return f"tile size {size} is not a power of two"
+        # A lane fetches the same chunk of a line in every load.
+        if any(self.key(line) != self.key(line + self.lines_per_load) for line in range(16)):
+            return f"a line of {self.line_bytes} bytes in LDS: a load covers {self.lines_per_load} lines, fewer than the swizzle's period"
         return None
 
     # ---- global memory <-> lines -----------------------------------------------------------------------------
@@ -213,6 +223,9 @@ class OperandTile:
         chunks = self.chunks_per_line
         if self.banks == 64:
             # 16 lanes cover 16 lines and 64 banks are 16 chunks: all 16 must differ.
+            if self.together == 4:
+                # Lines 0-3 and 12-15 are read at another chunk than 4-11, whose number differs in bit 2.
+                return (line & 7) | ((((line >> 3) ^ (line >> 2)) & 1) << 3)
             if chunks >= 16:
                 return line & 15
             if chunks == 8:
@@ -393,7 +406,7 @@ class Geometry:
     group_m: int
     a: OperandTile
     b: OperandTile
-    scales: bool | str = False  # True: of blocks of 32 k, "128": of 128, brought beside the operands
+    scales: bool | str = False  # True: of blocks of 32 k, "b": of b alone, "128": of 128, brought beside the operands
     b_ahead: int = 0  # preshuffled b: K tiles it is loaded ahead, straight into registers; 0: b comes through LDS
 
     @property
@@ -404,7 +417,9 @@ class Geometry:
 
     @property
     def scale_tiles(self):
-        """(a, b)"""
+        """(a, b); None: an operand has none."""
+        if self.scales == "b":
+            return None, ScaleTile(self.b.unpacked, self.scale_slots)
         if self.scales == "128":
             return WideScaleTile(self.a, self.scale_slots, False), WideScaleTile(self.b, self.scale_slots, True)
         return ScaleTile(self.a.unpacked, self.scale_slots), ScaleTile(self.b.unpacked, self.scale_slots)
@@ -412,7 +427,7 @@ class Geometry:
     @property
     def scale_bytes(self):
         """LDS of the scales of both operands."""
-        return sum(tile.slots * tile.slot_bytes for tile in self.scale_tiles) if self.scales else 0
+        return sum(tile.slots * tile.slot_bytes for tile in self.scale_tiles if tile) if self.scales else 0
 
     @property
     def idle_bytes(self):
@@ -424,7 +439,7 @@ class Geometry:
         """Loads one wave issues per K tile for scales. Most bring nothing: they keep the wait counts constant."""
         if not self.scales:
             return 0
-        return -(-sum(tile.slot_bytes for tile in self.scale_tiles) // LOAD_BYTES)
+        return -(-sum(tile.slot_bytes for tile in self.scale_tiles if tile) // LOAD_BYTES)
 
     @property
     def wave_tile_m(self):
@@ -445,6 +460,11 @@ class Geometry:
     @property
     def num_slices(self):
         return self.a.tile_k // self.a.slice_k
+
+    @property
+    def slices_of_b(self):
+        """Slices that one fragment of b is for."""
+        return self.a.together
 
     @property
     def tiles_per_step(self):

@@ -3,7 +3,7 @@
 a        TN, NN: [M, K]; NT: [K, M]          float32, bfloat16 or float16, inner stride 1, rows 16-byte aligned
          or float8_e4m3fn and float8_e5m2, in any mix of a and b (the largest tile: cdna4_halves.py), and with "1x32" also
          packed e2m1: bytes of two codes along the stored row, element 0 in the low half
-b        TN: [N, K]; NN, NT: [K, N]          as a
+b        TN: [N, K]; NN, NT: [K, N]          as a; TN, NN with bfloat16 a also packed e2m1
 a_scale, b_scale   of 8-bit operands, "1x32": float8_e8m0fnu in the operand's memory order, rows 16-byte aligned and zero
                    past K, for the scaled matrix instruction. TN also "1x128" of a with "128x128" of b: float32, each
                    product of 128 k is scaled before it is added ("tensor" and "row": epilogue.py)
@@ -29,6 +29,9 @@ Preshuffled b (8-bit, TN) skips LDS: fragments come from global memory in the or
 ahead; a step of the loop goes round as many sets of registers. Each slice's set is loaded anew right behind the
 multiplications that were the last to read it. K is added in the same order as through LDS: the results are the same bits.
 
+Bfloat16 a with packed b: a fragment of b is 128 k, of which a lane has 32 in a row, and serves four slices; each slice's 8 become
+bfloat16 right before they are multiplied, exactly, and a's lanes read the same k (tiles.OperandTile.chunk).
+
 Block scales come beside the first tile of every SCALE_K of K: a chunk of 16 bytes is 16 (of float32: four) blocks of a row,
 so that one load of all four waves brings those of 256 rows of a and b. The other tiles issue the same loads with nothing to bring, so that
 the wait counts hold. Scales are read from LDS one by one, with the fragments they belong to.
@@ -41,10 +44,11 @@ Source  operand layout of V_MFMA_F32_16X16X32_BF16, V_MFMA_F32_16X16X128_F8F6F4,
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
+from fourwave.blocks.flydsl import e2m1
 from fourwave.blocks.flydsl.epilogue import SWIGLU, row_sums
 from fourwave.blocks.flydsl.loaders import BlockScales, Fragments, GlobalTile, PreshuffledRows, load_direct
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, lds_struct, uniform, wait_lds, wait_loads
-from fourwave.blocks.flydsl.mma import WaveMma
+from fourwave.blocks.flydsl.mma import FORMATS, WaveMma
 from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
 from fourwave.ops.gemm.cdna import finish, launcher
@@ -61,6 +65,9 @@ def build(spec, fmt, epi):
         spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, scaling, epi.activation == SWIGLU, fmt.packed, b_ahead
     )
     through_lds = not b_ahead  # b
+    slices_of_b = geo.slices_of_b
+    dequantized = slices_of_b > 1  # b
+    fmt_b = FORMATS["uint8", "uint8"] if dequantized else fmt
     storage = lds_struct(
         {
             "a": geo.num_stages * geo.a.stage_bytes,
@@ -91,7 +98,7 @@ def build(spec, fmt, epi):
         if fx.const_expr(through_lds):
             lds_b = lds.b.ptr
             global_b = GlobalTile(arguments.b, geo.b, n0, K, thread)
-            fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
+            fragments_b = Fragments(geo.b, fmt_b, wave_n * geo.wave_tile_n, geo.frags_n, lane)
             values_b, reads_b = fragments_b.values, fragments_b.reads
         else:
             rows_b = PreshuffledRows(arguments.b, geo, n0, N, row_k, K, wave_n * geo.wave_tile_n, lane)
@@ -114,13 +121,16 @@ def build(spec, fmt, epi):
             """Preshuffled fragments of one slice, on their way."""
             return rows_b.load(k_first + tile_index * geo.tile_k + k_slice * geo.b.slice_k)
 
-        def read_fragments(k_tile, stage, k_slice):
-            number = k_tile * geo.num_slices + k_slice
-            return (
-                fragments_a.read(lds_a, stage * geo.a.stage_bytes, k_slice),
-                fragments_b.read(lds_b, stage * geo.b.stage_bytes, k_slice) if through_lds else [],
-                scales_a.read(number) + scales_b.read(number),
-            )
+        def read_fragments(k_tile, stage, k_slice, b_and_scales=None):
+            """b_and_scales: those of the slice before, which may serve this one, too."""
+            of_a = fragments_a.read(lds_a, stage * geo.a.stage_bytes, k_slice)
+            if fx.const_expr(k_slice % slices_of_b == 0):
+                number = k_tile * (geo.num_slices // slices_of_b) + k_slice // slices_of_b
+                of_b = fragments_b.read(lds_b, stage * geo.b.stage_bytes, k_slice // slices_of_b) if through_lds else []
+                scales = scales_a.read(number) + scales_b.read(number)
+            else:
+                of_b, scales = b_and_scales
+            return of_a, of_b, scales
 
         # Prologue: fill every stage; the first fragments once tile 0 has landed.
         # Preshuffled tiles of b among those of a as in the loop: a wait there leaves so many loads in flight.
@@ -160,7 +170,7 @@ def build(spec, fmt, epi):
                 for k_slice in fx.range_constexpr(geo.num_slices):
                     k_tile = fx.Int32(step) * geo.tiles_per_step + k_tile_of_step
                     if fx.const_expr(k_slice < geo.num_slices - 1):
-                        next_a, next_b, next_scale = read_fragments(k_tile, stage, k_slice + 1)
+                        next_a, next_b, next_scale = read_fragments(k_tile, stage, k_slice + 1, (frag_b, scale))
                     else:
                         wait_lds()
                         # In flight: tiles k + 1 .. k + num_stages - 1. All but the oldest may stay so. Preshuffled b: also
@@ -174,12 +184,19 @@ def build(spec, fmt, epi):
                     scale_a, scale_b = scale[: len(scales_a)], scale[len(scales_a) :]
                     slice_of_step = k_tile_of_step * geo.num_slices + k_slice
                     multiplied_b = fragments_b.sort(frag_b) if through_lds else ahead[slice_of_step]
-                    if fx.const_expr(scaling == "128"):
+                    if fx.const_expr(dequantized):
+                        word = k_slice % slices_of_b
+                        multiplied_b = [
+                            e2m1.scaled_eight(codes[word], each[0]) for codes, each in zip(multiplied_b, scale_b)
+                        ]
+                        acc = mma.step(fragments_a.sort(frag_a), multiplied_b, acc)
+                    elif fx.const_expr(scaling == "128"):
                         acc = mma.fold(frag_a, multiplied_b, acc, scale_a, scale_b[0])
                     else:
                         acc = mma.step(fragments_a.sort(frag_a), multiplied_b, acc, scale_a, scale_b)
                     loads = geo.loads_per_tile - (geo.b_loads if b_ahead else 0) if k_slice == geo.num_slices - 1 else 0
-                    reads = fragments_a.reads + reads_b + num_scales
+                    new_b = (k_slice + 1) % slices_of_b == 0
+                    reads = fragments_a.reads + (reads_b + num_scales if new_b else 0)
                     interleave(mma.instructions, loads=loads, reads=reads)
                     # Multiplications of one slice stay with its reads: behind the barrier they would hold it up.
                     keep_order()

@@ -52,6 +52,7 @@ FEATURES = frozenset(f"scaling:{a}x{b}" for a in (None, "tensor", "row") for b i
     "batch_invariant",
     "out:1x32",
     "b_preshuffled",
+    "scaling:Nonex1x32",
 }
 ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu", "swiglu")
 
@@ -151,6 +152,13 @@ _CANDIDATES_MIXED = (
     (64, 64, 128, 4, 2, 2),
     (32, 128, 256, 3, 1, 4),
 )
+# Of bfloat16 a and packed b, which is dequantized for each wave: few waves side by side in M. The last two: few rows.
+_CANDIDATES_PLAIN_PACKED = (
+    (128, 128, 128, 3, 2, 2),
+    (64, 128, 128, 4, 1, 4),
+    (32, 128, 128, 5, 1, 4),
+    (16, 64, 128, 6, 1, 4),
+)
 # Per clock and compute unit: published peaks / CUs / clock. Of 16-bit operands; twice for 8-bit.
 MATRIX_FLOPS = {"gfx950": 4096, "gfx942": 2048}
 MATRIX_FLOPS_FLOAT32 = 256
@@ -200,6 +208,8 @@ def candidates_for(problem: GemmProblem, arch: str) -> list[GemmConfig]:
         return [GemmConfig(*sizes, mma=mma(1, arch)) for sizes in _CANDIDATES_SHUFFLED[arch]]
     if dequantizes(problem, arch):
         return [GemmConfig(*sizes, mma=mma(2, arch)) for sizes in _CANDIDATES_DEQUANTIZED]
+    if dequantizes_b(problem):
+        return [GemmConfig(*sizes, mma=mma(2, arch)) for sizes in _CANDIDATES_PLAIN_PACKED]
     if any(packed := packed_operands(problem)):
         table = _CANDIDATES_FLOAT4 if all(packed) else _CANDIDATES_MIXED
         return [GemmConfig(*sizes, mma=mma(1, arch)) for sizes in table]
@@ -218,11 +228,14 @@ def workspace_shape(problem: GemmProblem, config: GemmConfig) -> tuple[int, int]
     return config.split_k * tiles, results * 1024
 
 
-def modelled_clocks(config: GemmConfig, elem_bytes: float, arch: str) -> tuple[float, float]:
-    """(multiplying, loading): clocks per element of K that one tile takes on one compute unit."""
+def modelled_clocks(
+    config: GemmConfig, elem_bytes: float, arch: str, b_bytes: float | None = None
+) -> tuple[float, float]:
+    """(multiplying, loading): clocks per element of K that one tile takes on one compute unit. b_bytes: an element's of b, where it is
+    loaded as another type than it is multiplied as."""
     rate = MATRIX_FLOPS_FLOAT32 if elem_bytes == 4 else MATRIX_FLOPS[arch] * 2 / elem_bytes
     matrix = 2 * config.tile_m * config.tile_n / rate
-    loading = (config.tile_m + config.tile_n) * elem_bytes / LOAD_BYTES_PER_CLOCK
+    loading = (config.tile_m * elem_bytes + config.tile_n * (b_bytes or elem_bytes)) / LOAD_BYTES_PER_CLOCK
     return matrix, loading
 
 
@@ -230,7 +243,7 @@ def modelled_time(problem: GemmProblem, config: GemmConfig, arch: str) -> float:
     """Clocks of the whole call: what the busiest compute unit does, or what memory takes; then the second launch."""
     cus, elem_bytes = NUM_CUS[arch], _modelled_bytes(problem, arch)
     tiles = _tiles(problem, config)
-    matrix, loading = modelled_clocks(config, elem_bytes, arch)
+    matrix, loading = modelled_clocks(config, elem_bytes, arch, 0.5 if dequantizes_b(problem) else None)
     per_k = max(matrix, loading) + OVERLAP_LOSS * min(matrix, loading)
     k_each = -(-problem.K // config.split_k)
     busiest = -(-tiles * config.split_k // cus) * (per_k * k_each + WORKGROUP_CLOCKS)
@@ -330,7 +343,8 @@ def split_candidates(problem: GemmProblem, config: GemmConfig, arch: str) -> lis
 def _reasons(problem, config, arch):
     """What is to be said of any configuration."""
     elem_bytes = multiplied_bytes(problem, arch)
-    matrix, loading = modelled_clocks(config, _modelled_bytes(problem, arch), arch)
+    b_bytes = 0.5 if dequantizes_b(problem) else None
+    matrix, loading = modelled_clocks(config, _modelled_bytes(problem, arch), arch, b_bytes)
     lds = lds_bytes(
         config, problem.layout, elem_bytes, arch, brings_scales(problem, arch), packed_operands(problem), problem.b_preshuffled
     )  # fmt: skip
@@ -369,6 +383,11 @@ def dequantizes(problem: GemmProblem, arch: str) -> bool:
     return block_scaled(problem) and arch == "gfx942"
 
 
+def dequantizes_b(problem: GemmProblem) -> bool:
+    """Whether b's packed codes become bfloat16 in registers, to be multiplied with bfloat16 a."""
+    return problem.a_dtype == torch.bfloat16 and problem.b_dtype == PACKED_E2M1
+
+
 def packed_operands(problem: GemmProblem) -> tuple[bool, bool]:
     """Whether a and b are packed e2m1, two codes in a byte."""
     return problem.a_dtype == PACKED_E2M1, problem.b_dtype == PACKED_E2M1
@@ -398,6 +417,8 @@ def brings_scales(problem: GemmProblem, arch: str) -> bool | str:
     """Whether scales of blocks lie in LDS beside the operands, and which (Geometry.scales)."""
     if wide_scaled(problem):
         return "128" if arch == "gfx950" else False
+    if dequantizes_b(problem):
+        return "b"
     return block_scaled(problem) and not dequantizes(problem, arch)
 
 
@@ -436,7 +457,11 @@ def operand_tiles(
         if packed[is_b]:
             size = (extent, config.tile_k // 2) if k_contiguous else (extent // 2, config.tile_k)
             return OperandTile(*size, k_contiguous, 1, banks, group, 16, packed=True, pairs=pairs)
-        return OperandTile(extent, config.tile_k, k_contiguous, elem_bytes, banks, group, fragment, pairs=pairs)
+        # Beside packed codes, of which a lane has 32 k in a row.
+        together = 4 if elem_bytes == 2 and any(packed) else 1
+        return OperandTile(
+            extent, config.tile_k, k_contiguous, elem_bytes, banks, group, fragment, pairs=pairs, together=together
+        )
 
     return (
         tile(config.tile_m, config.waves_m, layout != "NT", is_b=False),
@@ -588,13 +613,22 @@ def _why_operands_unsupported(problem, arch):
 def _why_packed_unsupported(problem, arch):
     if arch != "gfx950":
         return f"packed e2m1 operands: {arch} has no matrix instruction for them, and no kernel that dequantizes them"
+    if dequantizes_b(problem) and (problem.a_scaling, problem.b_scaling) == (None, "1x32"):
+        if problem.layout == "NT":
+            return f"a is {problem.a_dtype} in layout NT: the kernels multiply it with weights, in TN and NN"
+        return _why_rows_uneven(problem)
     known = (PACKED_E2M1, *FLOAT8["gfx950"])
     for name, dtype, scaling in (("a", problem.a_dtype, problem.a_scaling), ("b", problem.b_dtype, problem.b_scaling)):
         if dtype not in known or scaling != "1x32":
             return (
                 f"{name} is {dtype} with scales {scaling!r} beside packed e2m1: the kernels multiply MXFP4 with MXFP4 and "
-                "MXFP8, both with scales '1x32'"
+                "MXFP8, both with scales '1x32', and bfloat16 a with MXFP4 b"
             )
+    return _why_rows_uneven(problem)
+
+
+def _why_rows_uneven(problem):
+    """Of packed operands; and where swiglu does not find the halves of packed b."""
     lengths = {"TN": ("K", "K"), "NN": ("K", "N"), "NT": ("M", "N")}[problem.layout]
     for name, packed, length in zip("ab", packed_operands(problem), lengths, strict=True):
         if packed and getattr(problem, length) % 2:
@@ -659,7 +693,7 @@ def _why_config_unsupported(problem, config, arch):
             return f"{name}={tile}: {waves} wave(s) need a multiple of {16 * waves}"
     slice_k = 128 if any(packed) else 4 * fragment_bytes(elem_bytes, arch) // elem_bytes
     if any(packed):
-        if config.num_stages == 2:
+        if config.num_stages == 2 and elem_bytes == 1:
             return "num_stages=2: the kernel that brings tiles in halves does not take packed e2m1"
         if packed[0] and problem.layout == "NT" and config.tile_m * config.tile_n == 256 * 256:
             return (
@@ -728,11 +762,11 @@ def _why_config_unsupported(problem, config, arch):
         return f"at least {registers} registers per lane and {RESERVED} for addresses: there are {REGISTERS}"
     if -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n) >= 2**31:
         return f"more than 2**31 tiles of {config.tile_m}x{config.tile_n}: take larger ones"
-    for each, what, rows, inner in (
-        (packed[0], "a", config.tile_m if problem.layout != "NT" else config.tile_k, problem.M if problem.layout == "NT" else problem.K),
-        (packed[1], "b", config.tile_n + swiglu * problem.N // 2 if problem.layout == "TN" else config.tile_k, problem.K if problem.layout == "TN" else problem.N),
+    for each, what, dtype, rows, inner in (
+        (packed[0], "a", problem.a_dtype, config.tile_m if problem.layout != "NT" else config.tile_k, problem.M if problem.layout == "NT" else problem.K),
+        (packed[1], "b", problem.b_dtype, config.tile_n + swiglu * problem.N // 2 if problem.layout == "TN" else config.tile_k, problem.K if problem.layout == "TN" else problem.N),
     ):  # fmt: skip
-        if rows * inner * problem.a_dtype.itemsize >= MAX_TILE_BYTES * (1 + each):
+        if rows * inner * dtype.itemsize >= MAX_TILE_BYTES * (1 + each):
             return f"{what}: {rows} rows of {inner} elements span {MAX_TILE_BYTES} bytes or more, the limit of a tile"
     for what, columns, dtype in (
         ("out", problem.out_columns, problem.out_dtype),
