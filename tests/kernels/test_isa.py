@@ -20,10 +20,10 @@ from fourwave.perf import isa
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
 
 LAYOUTS = ("TN", "NN", "NT")
-# The largest tile of each layout and target: where registers are tight. The others are slow tests, but for TIGHTEST those too.
+# The largest tile of each layout and target: where registers are tight. All but TIGHTEST are slow tests.
 QUICK = [(arch, layout, 0) for arch in ARCHS for layout in LAYOUTS]
 REST = [(arch, layout, i) for arch in ARCHS for layout in LAYOUTS for i in range(1, 5)]
-TIGHTEST = [("gfx950", "TN", 0), ("gfx950", "NT", 0), ("gfx942", "TN", 0), ("gfx942", "NN", 0)]
+TIGHTEST = [("gfx950", "TN", 0), ("gfx942", "TN", 0)]
 ALL = [pytest.param(*case, marks=() if case in TIGHTEST else pytest.mark.slow) for case in QUICK] + [
     pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for case in REST
 ]
@@ -133,7 +133,7 @@ def test_float8(arch, layout, index):
 
 
 @pytest.mark.parametrize(
-    ("layout", "index"), [pytest.param(*case[1:], marks=() if case[2] == 0 else (pytest.mark.slow, pytest.mark.exhaustive)) for case in QUICK + REST if case[0] == "gfx950"]
+    ("layout", "index"), [pytest.param(*case[1:], marks=() if case in TIGHTEST else pytest.mark.slow if case in QUICK else (pytest.mark.slow, pytest.mark.exhaustive)) for case in QUICK + REST if case[0] == "gfx950"]
 )  # fmt: skip
 def test_block_scales(layout, index):
     """gfx950: scaled matrix instructions only; scales are read as bytes, and brought by loads that the waits count."""
