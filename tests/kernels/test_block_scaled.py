@@ -25,12 +25,11 @@ E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 FP32 = torch.float32
 CONFIGS = {"gfx950": 5, "gfx942": 4}  # gfx942 makes bfloat16 of the codes
 # The largest tile takes longest: where rows of K are not contiguous it waits for the slow tests.
-EACH = [
-    pytest.param(arch, index, layout, marks=pytest.mark.slow if index == 0 and layout != "TN" else ())
-    for arch, count in CONFIGS.items()
-    for index in range(count)
-    for layout in LAYOUTS
-]
+EVERY = [(arch, index, layout) for arch, count in CONFIGS.items() for index in range(count) for layout in LAYOUTS]
+EACH, ENDS = (
+    [pytest.param(*one, marks=pytest.mark.slow if one[1] == 0 and one[2] != "TN" else ()) for one in some]
+    for some in (EVERY, [one for one in EVERY if one[1] in (0, CONFIGS[one[0]] - 1)])
+)
 
 
 def problem_of(M, N, K, layout, dtypes=(E4M3, E5M2)):
@@ -124,9 +123,7 @@ def test_sizes(arch, layout):
 
 @needs_sim
 @pytest.mark.parametrize("options", [{"completion": "early"}, {"schedule": "reverse"}], ids=["early", "reverse"])
-@pytest.mark.parametrize(
-    ("arch", "index", "layout"), [each for each in EACH if each.values[1] in (0, CONFIGS[each.values[0]] - 1)]
-)
+@pytest.mark.parametrize(("arch", "index", "layout"), ENDS)
 def test_order_does_not_matter(arch, index, layout, options):
     config = config_of(arch, layout, index)
     check(arch, problem_of(config.tile_m, config.tile_n + 16, 1056, layout), config, **options)
