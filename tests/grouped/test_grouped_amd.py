@@ -11,11 +11,12 @@ import torch
 
 import fourwave as fw
 from fourwave import sim
-from fourwave.ops.gemm.config import ARCHS, FLOAT8
+from fourwave.ops.gemm.config import ARCHS, FLOAT8, NUM_CUS
 from fourwave.ops.grouped_gemm import amd
 from fourwave.ops.grouped_gemm.config import candidates, default_config, grid_tiles, tiles_per_step, why_unsupported
 from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
 from fourwave.ops.grouped_gemm.reference import grouped_reference
+from fourwave.perf.grouped import busiest_unit_steps
 from fourwave.testing import grouped_cases
 from fourwave.testing.bounds import assert_within, error_ratio
 from fourwave.testing.grouped_cases import GroupedCase
@@ -187,6 +188,24 @@ def test_narrow_products_are_split(arch: str) -> None:
         shuffled = default_config(replace(problem, b_preshuffled=True), arch)[0]
         assert shuffled.split_k == config.split_k
     assert default_config(blocks(arch, sizes=(4096,), N=4096, K=8192).problem(), arch)[0].split_k == 1
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("groups", [8, 16, 32])
+def test_narrow_products_of_several_groups_are_split(arch: str, groups: int) -> None:
+    """1280 x 8192, 16 to 96 rows in several groups: unsplit, the busiest compute unit has all 64 K tiles of a tile, or of two."""
+    for rows in (16, 32, 64, 96):
+        sizes = tuple(rows // groups + (i < rows % groups) for i in range(groups))
+        problem = blocks(arch, sizes=sizes, N=1280, K=8192).problem()
+        config = default_config(problem, arch)[0]
+        whole, split = (
+            busiest_unit_steps(problem, each, sizes, NUM_CUS[arch]) for each in (replace(config, split_k=1), config)
+        )
+        # With 32 groups of one row and more there are 320 tiles, more than the 304 units of gfx942, which one of its workgroups fills.
+        if (arch, groups) == ("gfx942", 32) and rows >= 32:
+            assert config.split_k == 1 and whole == 128
+        else:
+            assert config.split_k >= 3 and split <= 0.75 * whole
 
 
 @pytest.mark.parametrize("arch", ARCHS)

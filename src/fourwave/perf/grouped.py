@@ -48,7 +48,9 @@ def busiest_unit_steps(problem: GroupedProblem, config: GroupedConfig, sizes: Se
         steps = -(-problem.K // config.tile_k)
         part = -(-steps // config.split_k)
         parts = [min(part, steps - first) for first in range(0, steps, part)]
-        work = parts * (tiles * columns)
+        if len(set(parts)) <= 1:
+            return -(-tiles * columns * len(parts) // units) * part
+        work = [steps for steps in parts for _ in range(tiles * columns)]
     else:
         per_group = -(-problem.M // config.tile_m) * columns
         work = [-(-size // config.tile_k) for size in sizes for _ in range(per_group)]

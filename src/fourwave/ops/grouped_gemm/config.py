@@ -29,6 +29,7 @@ from fourwave.ops.gemm.config import (
     MAX_EXTENT,
     MAX_SPLIT_K,
     MAX_TILE_BYTES,
+    MEMORY_BYTES_PER_CLOCK,
     NUM_CUS,
     OVERLAP_LOSS,
     RESERVED,
@@ -43,6 +44,7 @@ SCALE_STEPS = 4  # such blocks in a step of the main loop (blocks/flydsl/block12
 # K tiles of preshuffled weights that are in registers, or on their way there, when a step begins. With the one that each tile
 # loads, as many as a step has tiles: then every tile of a step has registers of its own, and none are copied.
 B_TILES_AHEAD = 3
+MAX_GROWTH = 1.25  # steps of the busiest compute unit with half of all rows in one group, to those with equal groups
 
 
 @dataclass(frozen=True)
@@ -253,12 +255,26 @@ def workspace_shape(problem: GroupedProblem, config: GroupedConfig) -> tuple[int
     return config.split_k * grid_tiles(problem, config), results * 4 * WORKGROUP
 
 
+def workgroups_per_unit(problem: GroupedProblem, config: GroupedConfig, arch: str) -> int:
+    """Workgroups that fit a compute unit together. Tiles of up to 64 rows need at most 256 registers (tests/grouped/test_grouped_isa.py)."""
+    return 2 if config.tile_m <= 64 and 2 * lds_bytes(problem, config, arch) <= LDS_BYTES[arch] else 1
+
+
 def split_of(problem: GroupedProblem, config: GroupedConfig, arch: str, tiles: int) -> int:
-    """Parts of K for which the tiles fill the compute units, if each part still has two steps of the main loop; else 1."""
-    step_k = config.tile_k * tiles_per_step(problem, config, arch)
-    most = min(MAX_SPLIT_K, -(-problem.K // step_k) // 2)
-    wanted = NUM_CUS[arch] // max(tiles, 1)
-    return 1 if problem.split == REDUCTION or wanted < 2 else max(1, min(most, wanted))
+    """Parts of K for which the tiles fill the compute units, if each part still has two steps of the main loop; else 1.
+
+    Low tiles, whose sums are few, are also split where they fill more than half of the units, if that shortens what the busiest one
+    does by a quarter.
+    """
+    steps = -(-problem.K // (config.tile_k * tiles_per_step(problem, config, arch)))
+    most = min(MAX_SPLIT_K, steps // 2)
+    places, tiles = NUM_CUS[arch] * workgroups_per_unit(problem, config, arch), max(tiles, 1)
+    if problem.split == REDUCTION or most < 2 or tiles > places:
+        return 1
+    if places >= 2 * tiles:
+        return min(most, places // tiles)
+    parts = range(2, min(most, 4) + 1) if config.tile_m <= 32 else ()
+    return next((p for p in parts if -(-tiles * p // places) * -(-steps // p) <= 0.75 * steps), 1)
 
 
 def expected_tiles(problem: GroupedProblem, config: GroupedConfig) -> int:
@@ -270,34 +286,74 @@ def expected_tiles(problem: GroupedProblem, config: GroupedConfig) -> int:
     return max(used, -(-problem.M // config.tile_m) + used // 2) * columns
 
 
+def _row_tiles(rows: int, groups: int, tile_m: int) -> int:
+    """Tiles of rows that groups share as equally as can be."""
+    each, more = divmod(rows, max(groups, 1))
+    return more * -(-(each + 1) // tile_m) + (groups - more) * -(-each // tile_m)
+
+
+@dataclass(frozen=True)
+class _Rating:
+    """A configuration in the model, in clocks of the whole call: with half of the last tile of every group empty, with equal groups,
+    and with half of all rows in one group. *_busy: of the busiest compute unit; without: or what memory takes, if that is more."""
+
+    config: GroupedConfig
+    tiles: int
+    expected_busy: float
+    expected: float
+    equal: float
+    uneven: float
+    growth: float  # main-loop steps of the busiest compute unit, uneven groups to equal ones
+
+
+def _rate(problem: GroupedProblem, config: GroupedConfig, arch: str) -> _Rating:
+    cus, size = NUM_CUS[arch], elem_bytes(problem, arch)
+    expected = expected_tiles(problem, config)
+    config = replace(config, split_k=split_of(problem, config, arch, expected))
+    equal = uneven = expected
+    k = problem.K
+    if problem.split == ROWS:
+        columns, half = -(-problem.N // config.tile_n), problem.M // 2
+        equal = _row_tiles(problem.M, problem.G, config.tile_m) * columns
+        if problem.G > 1:
+            rest = _row_tiles(problem.M - half, problem.G - 1, config.tile_m)
+            uneven = (-(-half // config.tile_m) + rest) * columns
+    else:
+        k = -(-problem.K // problem.G)
+    matrix = size * config.tile_m * config.tile_n / MATRIX_FLOPS[arch]
+    loading = (config.tile_m + config.tile_n) * size / LOAD_BYTES_PER_CLOCK
+    clocks = (max(matrix, loading) + OVERLAP_LOSS * min(matrix, loading)) * k / config.split_k
+    rounds = [-(-tiles * config.split_k // cus) for tiles in (expected, equal, uneven)]
+    weights = problem.N * (min(problem.G, problem.M) * problem.K if problem.split == ROWS else problem.K)
+    operands = (weights + problem.M * problem.K) * problem.a_dtype.itemsize
+    memory = operands / MEMORY_BYTES_PER_CLOCK[arch]
+    times = [max(each * clocks, memory) for each in rounds]
+    return _Rating(config, expected, rounds[0] * clocks, times[0], times[1], times[2], rounds[2] / max(1, rounds[1]))
+
+
 def default_config(problem: GroupedProblem, arch: str) -> tuple[GroupedConfig, list[str]]:
     """The configuration used when the caller names none, and the reasons in words.
 
-    m_sizes is not known: half of the last tile of every group is taken to be empty. Then as in fourwave.ops.gemm.config:
-    rounds of workgroups over the compute units, times what one tile takes.
+    m_sizes is not known: half of the last tile of every group is taken to be empty. Then as in fourwave.ops.gemm.config: rounds of
+    workgroups over the compute units, times what one tile takes, or the time to read the operands once. Of the tiles that are best by
+    that, and with equal groups no slower than the best, one for which a group with half of all rows costs least.
     """
-    cus, size = NUM_CUS[arch], elem_bytes(problem, arch)
-    best = None
-    for config in candidates(problem, arch):
-        tiles = expected_tiles(problem, config)
-        parts = split_of(problem, config, arch, tiles)
-        matrix = size * config.tile_m * config.tile_n / MATRIX_FLOPS[arch]
-        loading = (config.tile_m + config.tile_n) * size / LOAD_BYTES_PER_CLOCK
-        time = -(-tiles * parts // cus) * (max(matrix, loading) + OVERLAP_LOSS * min(matrix, loading)) / parts
-        if best is None or time < best[0]:
-            best = (time, tiles, config)
-    if best is None:
+    cus = NUM_CUS[arch]
+    ratings = [_rate(problem, config, arch) for config in candidates(problem, arch)]
+    if not ratings:
         raise NotImplementedError(f"no tile of {arch} fits {problem}")
-    _, tiles, config = best
+    best = min(ratings, key=lambda r: (r.expected, r.expected_busy))
+    no_slower = [r for r in ratings if r.expected <= best.expected and r.equal <= best.equal]
+    chosen = min(no_slower, key=lambda r: (r.growth > MAX_GROWTH, r.uneven, r.expected_busy))
+    config, tiles = chosen.config, chosen.tiles
     if problem.b_preshuffled:
         # The order of a sum is not to depend on the order of weights in memory.
         split = default_config(replace(problem, b_preshuffled=False), arch)[0].split_k
-    else:
-        split = split_of(problem, config, arch, tiles)
-    config = replace(config, split_k=split)
+        config = replace(config, split_k=split)
     reasons = [
         f"tile {config.tile_m}x{config.tile_n}: {tiles} workgroup(s) for {cus} compute units of {arch} on average, "
-        f"{-(-tiles // cus)} round(s); the least modelled time of the tiles",
+        f"{-(-tiles // cus)} round(s); the least modelled time of the tiles, where tiles tie of uneven groups",
+        f"half of all rows in one group: {chosen.uneven / chosen.equal:.2f} times the modelled time of equal groups",
         f"{lds_bytes(problem, config, arch)} of {LDS_BYTES[arch]} bytes of LDS",
     ]
     if config.split_k > 1:
