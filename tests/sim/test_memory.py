@@ -659,8 +659,8 @@ def test_transposing_read_does_not_exist_on_gfx942() -> None:
 
 
 def test_bank_conflict_counters() -> None:
-    """gfx942 has 32 banks of 4 bytes, gfx950 64 (CDNA3 and CDNA4 ISA guides, local data share). Lanes are taken in order, as many at once as
-    fill the banks: the counters compare the cycles with the least possible. Reads of 12 bytes are served like 16."""
+    """gfx942 has 32 banks of 4 bytes, gfx950 64 (CDNA3 and CDNA4 ISA guides, local data share). As many lanes at once as fill the banks: the
+    counters compare the cycles with the least possible. Reads of 12 bytes are served like 16."""
     for arch, banks in (("gfx942", 32), ("gfx950", 64)):
         for words, stride, ways in (
             (1, 1, 1),
@@ -686,3 +686,32 @@ def test_bank_conflict_counters() -> None:
             cycles = 64 * (1 if words == 1 else 4) // banks
             assert counters["lds_read_cycles_ideal"] == cycles, (arch, words, stride)
             assert counters["lds_read_cycles"] == cycles * ways, (arch, words, stride)
+
+
+@pytest.mark.parametrize(("arch", "banks"), [("gfx942", 32), ("gfx950", 64)])
+def test_bank_conflicts_of_wide_reads_are_those_of_the_lanes_served_together(arch: str, banks: int) -> None:
+    """Random rows of 16 bytes: the groups of lanes are those that blocks/flydsl/tiles.py cites; in the order of the lanes it would be others."""
+    from fourwave.blocks.flydsl.tiles import bank_conflicts, read_b128_groups
+
+    body = """
+  %tid = rocdl.workitem.id.x : i32
+  %from = llvm.getelementptr %rows[%tid] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, i32
+  %at = llvm.load %from : !llvm.ptr<1> -> i32
+  %lds = llvm.mlir.addressof @lds : !llvm.ptr<3>
+  %p = llvm.getelementptr %lds[%at] : (!llvm.ptr<3>, i32) -> !llvm.ptr<3>, i8
+  %v = llvm.load %p : !llvm.ptr<3> -> vector<4xi32>
+  %o = llvm.getelementptr %out[%tid] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, vector<4xi32>
+  llvm.store %v, %o : vector<4xi32>, !llvm.ptr<1>"""
+    program = lower(body, "%rows: !llvm.ptr<1>, %out: !llvm.ptr<1>", lds=4096, arch=arch)
+    groups = read_b128_groups(banks)
+    in_order = [list(range(first, first + len(groups[0]))) for first in range(0, 64, len(groups[0]))]
+    generator, differ = np.random.default_rng(7), 0
+    for _ in range(8):
+        at = (16 * generator.integers(0, 256, 64)).astype(np.uint32)
+        out = np.zeros(64 * 4, np.uint32)
+        counters = launch(program, at, out, checks=("memory",), count_bank_conflicts=True).launches[0].counters
+        assert counters["lds_read_cycles_ideal"] == len(groups)
+        extra = bank_conflicts(at.tolist(), groups, 16, banks)
+        assert counters["lds_read_cycles"] - counters["lds_read_cycles_ideal"] == extra
+        differ += extra != bank_conflicts(at.tolist(), in_order, 16, banks)
+    assert differ

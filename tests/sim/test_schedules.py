@@ -70,6 +70,14 @@ def test_waiting_for_what_never_comes_is_reported():
     assert "no workgroup gets on" in report.findings[0].message
 
 
+@pytest.mark.parametrize("grid", [(0, 1, 1), (1, 0, 1), (2, 3, 0)])
+def test_a_grid_without_workgroups_is_refused(grid):
+    out = np.zeros(64 * 4, dtype=np.int16)
+    program = lower("  %step = llvm.mlir.constant(64 : i32) : i32\n" + TWO_WRITERS, "%out: !llvm.ptr<1>")
+    with pytest.raises(ValueError, match="HIP refuses a grid without workgroups"):
+        launch(program, out, grid=grid)
+
+
 def test_reading_what_another_workgroup_wrote_without_an_ordered_access_is_reported():
     _, report = handshake(PLAIN_FLAG, 0, 3, threads=1)
     assert {f.kind for f in report.findings} == {"global"}

@@ -9,14 +9,18 @@ padding is of loads only; the pad interval is 2**(field + 1) dwords, the pad amo
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import machine
 import numpy as np
 import pytest
 from machine import Address, launch, lower, only
 
+from fourwave.sim import mutate
+from fourwave.sim.lowering import lower_kernel
 from fourwave.sim.report import Report
 
 pytestmark = pytest.mark.archs("gfx1250", "gfx1250 by intrinsics")
@@ -189,6 +193,18 @@ def test_load(name: str, completion: str) -> None:
         want[lds : lds + tile.size] = source[at : at + tile.size] if inside else 0
     run(FILL + DSWAIT + LOAD + WAIT + DUMP, tile, source, out, completion=completion)
     np.testing.assert_array_equal(out, want)
+
+
+def test_a_shifted_tile_is_a_fault_to_plant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mutate.shift_copy, as for other copies to LDS: the descriptor's LDS address."""
+    tile = Tile((32, 4), (64, 16), (64,))
+    source, out, shifted = pattern(16384), pattern(LDS, 1), pattern(LDS, 1)
+    run(FILL + DSWAIT + LOAD + WAIT + DUMP, tile, source, out)
+    monkeypatch.setattr(machine, "lower_kernel", functools.partial(lower_kernel, mutate=mutate.shift_copy(0, by=32)))
+    run(FILL + DSWAIT + LOAD + WAIT + DUMP, tile, source, shifted)
+    size = 2 * 32 * 4
+    np.testing.assert_array_equal(shifted[32 : 32 + size], out[:size])
+    np.testing.assert_array_equal(shifted[:32], pattern(LDS, 1)[:32])
 
 
 @pytest.mark.parametrize("name", [n for n in SHAPES if "stride 0" not in n])

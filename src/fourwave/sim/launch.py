@@ -142,7 +142,7 @@ def run(
     dynamic_lds   bytes; counted on top of the kernel's static LDS only where the kernel declares dynamic LDS
     arguments     dwords of each kernel argument
     cluster       workgroups per dimension that run together (gfx1250)
-    Raises ValueError for a launch the hardware would refuse: no threads, over 1024, or more LDS than a compute unit has.
+    Raises ValueError for a launch the hardware would refuse: no workgroups, no threads, over 1024, or more LDS than a compute unit has.
     """
     lds_bytes = program.lds_bytes + dynamic_lds if program.dynamic_lds else max(program.lds_bytes, dynamic_lds)
     capacity = LDS_CAPACITY[program.arch]
@@ -153,6 +153,10 @@ def run(
         )
     if not 0 < threads <= 1024:
         raise ValueError(f"kernel {program.name} was launched with {block} threads; a workgroup has 1 to 1024")
+    if min(grid) < 1:
+        raise ValueError(
+            f"kernel {program.name} was launched with a grid of {grid}; HIP refuses a grid without workgroups"
+        )
     size = cluster[0] * cluster[1] * cluster[2]
     if size != 1 and program.arch != "gfx1250":
         raise ValueError(f"kernel {program.name} was launched in clusters of {cluster}; {program.arch} has no clusters")
@@ -213,7 +217,7 @@ def run(
     )
     raw.num_outputs, raw.outputs = len(memory.outputs), ctypes.addressof(outputs)
     start = time.perf_counter()
-    if total and _interruptible(library(program.wave_size).fourwave_sim_run, raw):
+    if _interruptible(library(program.wave_size).fourwave_sim_run, raw):
         raise ValueError(f"kernel {program.name}: too many waves in a workgroup of {block}")
     seconds = time.perf_counter() - start
     if raw.num_events > _MAX_EVENTS:

@@ -22,8 +22,9 @@ _LDS_READS = tuple(
     name for name, (_, signature) in OPS.items() if "s" in signature and signature[0] == "i" and "ATOMIC" not in name
 )
 _BARRIERS = ("BARRIER", "BARRIER_WAIT")
-# Copies to LDS, and which argument is the LDS address.
+# Copies to LDS, and which argument is the LDS address; a tile's is the second word of its descriptor.
 _COPY_ADDRESS = {"BUFFER_LOAD_LDS": 8, "GLOBAL_LOAD_LDS": 4, "ASYNC_LOAD": 4}
+_SHIFTED = (*_COPY_ADDRESS, "TENSOR")
 
 # Loads from global memory to registers with a byte offset of their own (the first argument), and which argument is the size.
 _LOAD_BYTES = {"GLOBAL_LOAD": 3, "BUFFER_LOAD": 7}
@@ -64,9 +65,12 @@ def _change(argument: int, new: Callable[[int], int]) -> Edit:
 def _move_copy(by: int) -> Edit:
     def edit(builder: Builder, block: Block, i: Instruction) -> None:
         moved, args = builder.new(), [*i.args]
-        argument = _COPY_ADDRESS[i.op]
-        add = Instruction("ADD", i.line, [moved, args[argument], builder.constant(by)])
-        args[argument] = moved
+        if i.op == "TENSOR":
+            address = args[1][1]
+            args[1] = [args[1][0], moved, *args[1][2:]]
+        else:
+            address, args[_COPY_ADDRESS[i.op]] = args[_COPY_ADDRESS[i.op]], moved
+        add = Instruction("ADD", i.line, [moved, address, builder.constant(by)])
         _splice(block, _index(block, i), 1, [add, Instruction(i.op, i.line, args)])
 
     return edit
@@ -123,7 +127,7 @@ KINDS: dict[str, tuple[Callable[[Builder], list[Place]], Edit]] = {
     "LDS store 16 bytes off": (_of("LDS_STORE"), _change(0, lambda n: n + 16)),
     "LDS store dropped": (_of("LDS_STORE"), _remove),
     "copy dropped": (_of(*_COPIES), _remove),
-    "copy 16 bytes off": (_of(*_COPY_ADDRESS), _move_copy(16)),
+    "copy 16 bytes off": (_of(*_SHIFTED), _move_copy(16)),
     "load off by its size": (_of(*_LOAD_BYTES), _next_element),
     "scales swapped": (_scaled_differently, _swap_scales),
     "scale one byte off": (_scaled, _turn_scale),
@@ -192,7 +196,7 @@ def shift_lds_write(index: int, by: int = 16) -> Mutation:
 
 def shift_copy(index: int, by: int = 16) -> Mutation:
     """Move the LDS address of one copy by `by` bytes."""
-    return _nth(_of(*_COPY_ADDRESS), "copies", index, _move_copy(by))
+    return _nth(_of(*_SHIFTED), "copies", index, _move_copy(by))
 
 
 def shift_load(index: int) -> Mutation:
