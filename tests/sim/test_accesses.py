@@ -92,12 +92,14 @@ def test_an_output_that_is_not_filled(fill, arch):
     report = sim.run(fill, y, 3, 250, arch=arch, outputs=[y])
     finding = only(report)
     assert finding.kind == "init" and finding.count == 9 and finding.address == y.data_ptr()
-    assert "9 of 256 elements of an output (256,); the first is (0,)" in finding.message
+    assert "9 of the 256 elements of this output, a tensor of (256,): from (0,) to (255,)" in finding.message
+    assert str(finding).startswith("outputs[0]: init: no launch wrote 9 of")
+    assert f"\n    kernel fill_kernel_0, address {y.data_ptr():#x}; 9 occurrences\n" in str(finding)
     assert "let some workgroup store every element" in str(finding)
     assert int(y.isnan().sum()) == 9
     assert not sim.run(fill, y, 0, 256, arch=arch, outputs=[y]).findings
     assert not sim.run(fill, y, 3, 250, arch=arch, outputs=[y], checks=("memory",)).findings
-    with pytest.raises(sim.SimulationError, match="an output"):
+    with pytest.raises(sim.SimulationError, match="this output"):
         sim.run(fill, y, 3, 250, arch=arch, outputs=[y], on_finding="raise")
 
 
@@ -162,7 +164,7 @@ def test_an_output_is_filled_by_all_launches_of_a_session_together(fill):
         session.expect_written(y[:100])
         fill(y, 0, 99)
         fill(y, 100, 256)
-    assert "1 of 100 elements" in only(report).message and "(99,)" in only(report).message
+    assert "1 of the 100 elements" in only(report).message and only(report).message.endswith(": (99,)")
 
 
 def test_a_strided_output_has_no_elements_between_its_rows(fill):
@@ -170,11 +172,11 @@ def test_a_strided_output_has_no_elements_between_its_rows(fill):
     view = y.as_strided((4, 32), (64, 1))  # the second half of each row of 64 is not among its elements
     with sim.session(outputs=[view]) as report:
         fill(y, 0, 225)  # all but the last row's last 31 elements, of which all lie outside or inside the view's row
-    assert "elements of an output (4, 32)" not in str(report)
+    assert "no launch wrote" not in str(report)
     with sim.session(outputs=[view]) as report:
         fill(y, 0, 200)
     finding = only(report)
-    assert finding.message.endswith("the first is (3, 8)") and finding.count == 24
+    assert finding.message.endswith("from (3, 8) to (3, 31)") and finding.count == 24
     assert finding.address == y.data_ptr() + 4 * 200
 
 

@@ -230,6 +230,16 @@ def test_a_buggy_kernels_report_names_the_line_and_what_to_do(name, kind, text, 
     assert advice in str(found[0]) and f"{name}.py:{line}: {kind}: " in str(found[0])
 
 
+def test_findings_of_one_line_share_its_header():
+    _, report = run_script(EXAMPLES / "missing_wait.py", [])
+    line = line_of("missing_wait.py", "lds.tiles[last - i]")
+    header = f"missing_wait.py:{line}: wait: reads LDS that another wave's copy has not reached"
+    alike = [f for f in report.findings if f.kind == "wait" and f.line == line]
+    assert len(alike) == 2 and str(report).count(header) == 1
+    assert all(f._occurrence in str(report) and header in str(f) for f in alike)
+    assert f"in {report.findings[0].file}:{line}" not in str(report), "no helper's line that is the header's"
+
+
 @pytest.mark.parametrize("name", ["missing_wait", "race", "tail"])
 def test_fourwave_sim_on_the_examples(name, tmp_path):
     record = tmp_path / "record.json"

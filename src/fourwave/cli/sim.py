@@ -14,6 +14,7 @@ from rich.markup import escape
 from fourwave import sim
 from fourwave.cli import console as con
 from fourwave.sim.harness import STEP_LIMIT, Harness, Outcome, read_expectations
+from fourwave.sim.report import describe
 from fourwave.sim.script import run_script
 
 
@@ -64,8 +65,8 @@ def run(
         con.fail(str(error))
     out = con.stdout()
     out.print(f"\n[bold]{script}[/] on the simulated {arch}: {_summary(report)}", soft_wrap=True)
-    for finding in report.findings:
-        out.print(escape(str(finding)), soft_wrap=True)
+    if report.findings:
+        out.print(escape(describe(report.findings)), soft_wrap=True)
     unexpected: list[Outcome] = []
     if harness is not None:
         unexpected = _show_faults(out, harness, accepted)

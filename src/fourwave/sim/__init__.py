@@ -55,7 +55,7 @@ class Session:
     def expect_written(self, *tensors: Any) -> None:
         """Tell the session which CPU tensors its launches are to fill: elements that none has written at its end are findings (init)."""
         if "init" in self.options.checks:
-            self.outputs += [Written(t) for t in tensors]
+            self.outputs += [Written(t, f"outputs[{n}]") for n, t in enumerate(tensors, len(self.outputs))]
 
 
 def unavailable(arch: str = "gfx950") -> str | None:

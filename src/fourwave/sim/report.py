@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,9 +75,10 @@ class Finding:
     """One fault, with the first place it was seen and how often.
 
     kind        one of KINDS
-    file, line  the kernel's Python line; stack: the helpers' lines it went through, outermost first
+    file, line  the kernel's Python line; stack: the helpers' lines it went through, outermost first. Of an output that nothing wrote: its
+                name and 0
     other_file, other_line, other_stack   the same of the other party, where there is one
-    workgroup, wave, lane   of the first occurrence; other_wave: the other party (-1: none)
+    workgroup, wave, lane   of the first occurrence (-1: no wave's doing); other_wave: the other party (-1: none)
     address     bytes: global address, or offset in LDS
     """
 
@@ -106,17 +108,43 @@ class Finding:
             return "state the alignment that the address has, or make the address a multiple of it"
         return _ADVICE[self.kind]
 
-    def __str__(self) -> str:
-        place, other = f"{self.file}:{self.line}", ""
-        via = "".join(f"\n    in {file}:{line}" for file, line in self.stack)
+    @property
+    def _header(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{place}: {self.kind}: {self.message}" + _helpers((self.file, self.line), self.stack)
+
+    @property
+    def _occurrence(self) -> str:
+        """Where it was seen first, and the other party."""
+        lane = f"workgroup {self.workgroup}, wave {self.wave}, lane {self.lane}, " if self.workgroup >= 0 else ""
+        text = f"\n    kernel {self.kernel}, {lane}address {self.address:#x}; {self.count} occurrences"
         if self.other_file:
-            other = f"\n    other party: wave {self.other_wave} at {self.other_file}:{self.other_line}"
-            other += "".join(f"\n    in {file}:{line}" for file, line in self.other_stack)
-        return (
-            f"{place}: {self.kind}: {self.message}{via}\n"
-            f"    kernel {self.kernel}, workgroup {self.workgroup}, wave {self.wave}, lane {self.lane}, address {self.address:#x};"
-            f" {self.count} occurrences{other}\n    {self._advice}"
-        )
+            text += f"\n    other party: wave {self.other_wave} at {self.other_file}:{self.other_line}"
+            text += _helpers((self.other_file, self.other_line), self.other_stack)
+        return text
+
+    def __str__(self) -> str:
+        return describe([self])
+
+
+def _helpers(last: tuple[str, int | None], stack: tuple[tuple[str, int], ...]) -> str:
+    """A line for each helper's line that is another than the one before."""
+    text = ""
+    for frame in stack:
+        if frame != last:
+            text += f"\n    in {frame[0]}:{frame[1]}"
+        last = frame
+    return text
+
+
+def describe(findings: Sequence[Finding]) -> str:
+    """Text of findings; those of one line and kind, which differ in the place or the other party, share their first and last lines."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding._header, finding._advice), []).append(finding)
+    return "\n".join(
+        f"{header}{''.join(f._occurrence for f in group)}\n    {advice}" for (header, advice), group in groups.items()
+    )
 
 
 class Event(NamedTuple):
@@ -166,14 +194,14 @@ class Report:
 
     def __str__(self) -> str:
         head = f"{len(self.launches)} launches, {self.workgroups} workgroups, {self.seconds:.3f} s, {len(self.findings)} findings"
-        return "\n".join([head, *map(str, self.findings)])
+        return "\n".join([head, *([describe(self.findings)] if self.findings else [])])
 
 
 class SimulationError(RuntimeError):
     """A launch had findings; `report` holds that launch and them."""
 
     def __init__(self, report: Report) -> None:
-        super().__init__("the simulator found faults\n" + "\n".join(map(str, report.findings)))
+        super().__init__("the simulator found faults\n" + describe(report.findings))
         self.report = report
 
 

@@ -12,12 +12,12 @@ from .report import Finding, Report
 class Written:
     """A CPU tensor that a session's launches are to fill, and which of its bytes they have."""
 
-    def __init__(self, tensor: Any) -> None:
+    def __init__(self, tensor: Any, name: str) -> None:
         from .flydsl_hook import tensor_range
 
         if tensor.device.type != "cpu":
             raise ValueError(f"an output on {tensor.device}: the simulator takes CPU tensors only")
-        self.tensor = tensor
+        self.tensor, self.name = tensor, name
         self.lo, self.hi = tensor_range(tensor)
         self.bytes = np.zeros(max(1, self.hi - self.lo), dtype=np.uint8)
 
@@ -35,12 +35,14 @@ class Written:
         elements = np.lib.stride_tricks.as_strided(self.bytes, (*self.tensor.shape, size), strides).all(-1)
         if elements.all():
             return None
-        index = tuple(int(i) for i in np.argwhere(~elements)[0])
-        offset = sum(i * s for i, s in zip(index, self.tensor.stride(), strict=True)) * size
-        shape, count = tuple(self.tensor.shape), int((~elements).sum())
+        places = np.argwhere(~elements)
+        first, last = (tuple(int(i) for i in places[n]) for n in (0, -1))
+        offset = sum(i * s for i, s in zip(first, self.tensor.stride(), strict=True)) * size
+        ran = list(dict.fromkeys(launch.kernel for launch in report.launches))
         return Finding(
             kind="init",
-            message=f"no launch wrote {count} of {elements.size} elements of an output {shape}; the first is {index}",
-            file="unknown", line=0, kernel=report.launches[-1].kernel if report.launches else "none",
-            workgroup=0, wave=0, lane=0, address=self.lo + offset, count=count,
+            message=f"no launch wrote {len(places)} of the {elements.size} elements of this output, a tensor of {tuple(self.tensor.shape)}: "
+            + (f"from {first} to {last}" if first != last else f"{first}"),
+            file=self.name, line=0, kernel=" and ".join(ran) or "none", workgroup=-1, wave=-1, lane=-1, address=self.lo + offset,
+            count=len(places),
         )  # fmt: skip
