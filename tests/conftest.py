@@ -24,6 +24,12 @@ def _few_threads() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    # Which tests ran before in this process, pytest-xdist decides by how long they take. (torch.manual_seed takes a millisecond.)
+    torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def _no_backend_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("FOURWAVE_BACKEND", raising=False)
     with fw.use_backend(None):
