@@ -15,7 +15,7 @@ from fourwave import sim
 from fourwave.backends import registry
 from fourwave.cli import check, check_plan, console, doctor
 from fourwave.cli.app import app
-from fourwave.ops.gemm.config import ARCHS, candidates_for, default_config
+from fourwave.ops.gemm.config import ARCHS, candidates_for, default_config, why_unsupported
 from fourwave.ops.gemm.problem import LAYOUTS
 from fourwave.quantize.tensor import QuantizedTensor
 from fourwave.testing.cases import CaseResult, GemmCase
@@ -375,6 +375,20 @@ def test_check_of_mxfp4_covers_depths_outputs_tails_and_exact_sums(full):
         assert any(case.shape.M == 1 for case in packed) is (layout != "NT")
         assert any(case.bias_dtype and case.activation for case in packed) and any(case.accumulate for case in packed)
         assert any(isinstance(case, ExactScales) for case in packed)
+        assert any(case.activation == "swiglu" for case in packed)
+        mixes = {("mxfp8_e4m3", "mxfp4"), ("mxfp4", "mxfp8_e5m2"), ("mxfp8_e5m2", "mxfp8_e4m3")}
+        assert mixes <= {(case.a_format, case.b_format) for case in here}
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "gfx1250"])
+def test_check_of_mxfp4_asks_for_nothing_that_is_refused(arch):
+    planned = [
+        row for row in check_plan.rows("mxfp4", arch, LAYOUTS, (), False, seed=0) if isinstance(row.case, GemmCase)
+    ]
+    assert [str(row.case) for row in planned if why_unsupported(row.case.problem, row.config, arch)] == []
+    assert {config for row in planned if (config := row.config) is not None}
+    bf16 = {row.case.layout for row in planned if (row.case.a_format, row.case.b_format) == (None, "mxfp4")}
+    assert bf16 == {"TN", "NN"}
 
 
 @needs_sim

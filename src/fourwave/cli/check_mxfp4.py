@@ -96,7 +96,8 @@ def _packed(base: GemmCase, layout: str, full: bool) -> Iterator[tuple[str, Gemm
             if packable(case):
                 yield "shapes", case
     for case in epilogues(replace(base, shape=Shape("even tails", 142, 274, 160)), full or layout == "TN"):
-        yield "epilogue" if case.out_format is None else "quantized", case
+        if packable(case):
+            yield "epilogue" if case.out_format is None else "quantized", case
     for K in (1152, 3072):
         yield "exact", exact(base, Shape("one tile", 256, 256, K))
     for M in ROWS:
