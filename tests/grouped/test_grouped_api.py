@@ -368,3 +368,18 @@ def test_flags_are_true_or_false() -> None:
                 fw.grouped_gemm(x, w, sizes, **options)
         with pytest.raises(ValueError, match=f"accumulate is {wrong!r}; it must be True or False"):
             fw.grouped_gemm_wgrad(dout, x, sizes, accumulate=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "backend", ["native", *(pytest.param(f"sim:{arch}", marks=NO_SIM) for arch in ("gfx950", "gfx942"))]
+)
+def test_sizes_of_one_group_with_any_stride(backend: str, dtype: torch.dtype) -> None:
+    """One element is contiguous with any stride, but does not become two words of 32 bits with any."""
+    a, w = torch.randn(12, 64).bfloat16(), torch.randn(1, 32, 64).bfloat16()
+    sizes = torch.tensor([9, 100], dtype=dtype)[::2]
+    assert sizes.stride(0) == 2
+    out = fw.grouped_gemm(a, w, sizes, backend=backend)
+    assert torch.equal(out, fw.grouped_gemm(a, w, sizes.clone(), backend=backend)) and not out[9:].any()
+    dw = fw.grouped_gemm_wgrad(out, a, sizes, backend=backend)
+    assert torch.equal(dw, fw.grouped_gemm_wgrad(out, a, torch.tensor([9], dtype=dtype), backend=backend))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,20 @@ def test_operators_have_schema_and_fake() -> None:
         torch.library.opcheck(op, (xq, wq, x_scale, w_scale, m_sizes), test_utils="test_faketensor")
 
 
+def test_fakes_refuse_what_the_operators_do() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    *_, xq, wq, x_scale, w_scale, m_sizes = operands([5, 2], 128, 256)
+    for op in (OPS.f8f8bf16_groupwise_grouped, OPS.f8f8bf16_groupwise_grouped_preshuffle):
+        with FakeTensorMode() as mode:
+            fake = [mode.from_tensor(t) for t in (xq, wq, x_scale, w_scale, m_sizes)]
+            assert op(*fake).shape == (7, 128)
+            wrong = [(0, fake[0][:, :128]), (4, fake[4][:1]), (3, fake[3].double()), (0, fake[0].to(torch.float32))]
+            for place, other in wrong:
+                with pytest.raises(ValueError, match=r"XQ|M_sizes|scale|a is"):
+                    op(*fake[:place], other, *fake[place + 1 :])
+
+
 def test_import_again_and_install() -> None:
     importlib.reload(importlib.import_module("fourwave.ops.grouped_gemm.groupwise"))
     code = (
@@ -150,3 +165,64 @@ def test_what_is_no_tensor_of_numbers_is_refused() -> None:
     for reorder in (mslk.preshuffle_b_mfma, mslk.unpreshuffle_b_mfma):
         with pytest.raises(ValueError, match="weights are of None"):
             reorder(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["XQ", "WQ", "x_scale", "w_scale", "M_sizes"])
+def test_what_is_no_dense_tensor_is_refused_by_name(name: str) -> None:
+    *_, xq, wq, x_scale, w_scale, m_sizes = operands([5, 2], 128, 256)
+    call = {"XQ": xq, "WQ": wq, "x_scale": x_scale, "w_scale": w_scale, "M_sizes": m_sizes}
+    for other in (None, [1, 2]):
+        with pytest.raises(ValueError, match=f"{name} is of type"):
+            mslk.f8f8bf16_groupwise_grouped(**{**call, name: other})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"{name} has layout"):
+        mslk.f8f8bf16_groupwise_grouped(**{**call, name: torch.zeros(2, 2).to_sparse()})
+
+
+@pytest.mark.parametrize("op", [mslk.f8f8bf16_groupwise_grouped, OPS.f8f8bf16_groupwise_grouped])
+def test_scales_that_require_grad_are_refused(op: Any) -> None:
+    *_, xq, wq, x_scale, w_scale, m_sizes = operands([5, 2], 128, 256)
+    for scales in ((x_scale.clone().requires_grad_(), w_scale), (x_scale, w_scale.clone().requires_grad_())):
+        with pytest.raises(ValueError, match="requires grad"):
+            op(xq, wq, *scales, m_sizes)
+        with torch.no_grad():
+            assert not op(xq, wq, *scales, m_sizes).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        *(({"group_size": value}, "group_size is") for value in (0, -1, 128.0, None, True)),
+        *(({"scale_ub": value}, "scale_ub is") for value in (1.0, torch.ones(2))),
+        *(({"m_sizes": value}, "m_sizes is") for value in ([3, 4], torch.tensor([[3, 4]]), torch.tensor([3.0, 4.0]))),
+        ({"m_sizes": torch.tensor([3, 4], dtype=torch.int16)}, "int32 or int64"),
+        ({"m_sizes": torch.tensor([3, 5])}, "at most the 7 rows"),
+        ({"m_sizes": torch.tensor([-1, 3])}, "at least 0"),
+    ],
+)
+def test_wrong_arguments_of_the_group_quantizer(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mslk.quantize_fp8_group(torch.randn(7, 256), **more)
+
+
+def test_wrong_arguments_of_both_quantizers() -> None:
+    x = torch.randn(7, 256)
+    for blocks in ((0, 128), (128, 0), (-1, 128), (1.5, 128)):
+        with pytest.raises(ValueError, match=r"block_[mk] is"):
+            mslk.quantize_fp8_block(x, *blocks)  # type: ignore[arg-type]
+    for quantize in (mslk.quantize_fp8_group, mslk.quantize_fp8_block):
+        with pytest.raises(ValueError, match="K must be at least 1"):
+            quantize(x[:, :0])
+        with pytest.raises(ValueError, match="requires grad"):
+            quantize(x.clone().requires_grad_())
+        with torch.no_grad():
+            assert not quantize(x.clone().requires_grad_())[1].requires_grad
+        # A bound below the least amax is that: scales stay positive.
+        scale = quantize(x, scale_ub=torch.tensor(-1.0))[1]
+        assert torch.allclose(scale, torch.full_like(scale, 1e-12 / 448))
+
+
+def test_no_rows_by_groups() -> None:
+    sizes = torch.zeros(2, dtype=torch.int64)
+    for k_major, shape in ((True, (0, 2)), (False, (2, 0))):
+        codes, scale = mslk.quantize_fp8_group(torch.zeros(0, 256), m_sizes=sizes, k_major=k_major)
+        assert codes.shape == (0, 256) and scale.shape == shape

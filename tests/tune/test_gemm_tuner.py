@@ -97,6 +97,18 @@ def test_kernels_of_each_operation_have_a_version() -> None:
     assert len(versions) == 3
 
 
+def test_another_compiler_is_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_compiler(version: str) -> str:
+        monkeypatch.setattr(search, "_compiler_version", lambda: version)
+        search.kernel_version.cache_clear()
+        return search.kernel_version("grouped_gemm")
+
+    try:
+        assert of_compiler("0.5.0") == of_compiler("0.5.0") != of_compiler("0.5.1")
+    finally:
+        search.kernel_version.cache_clear()
+
+
 def test_winners_that_cannot_run_are_not_used(tmp_path: Path) -> None:
     default, _ = default_config(PROBLEM, "gfx950")
     known = asdict(default)

@@ -100,7 +100,9 @@ def test_a_key_is_searched_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"format": 0}', '{"format": 1, "key": {"op": "other"}, "winner": {}}']
+    "text",
+    ["", "{", "[]", "null", "[" * 200_000, '{"format": 0}', '{"format": 1, "key": {"op": "other"}, "winner": {}}'],
+    ids=lambda text: text[:20],
 )
 def test_what_cannot_be_used_is_a_miss(tmp_path: Path, text: str) -> None:
     cache = WinnerCache(tmp_path)

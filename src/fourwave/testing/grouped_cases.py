@@ -14,7 +14,7 @@ from fourwave.formats import encode
 from fourwave.formats.scaling import scale_shape
 from fourwave.ops.gemm.problem import FLOAT8
 from fourwave.ops.grouped_gemm.api import grouped_gemm, grouped_gemm_wgrad
-from fourwave.ops.grouped_gemm.config import GroupedConfig
+from fourwave.ops.grouped_gemm.config import GroupedConfig, candidates
 from fourwave.ops.grouped_gemm.preshuffle import shuffle
 from fourwave.ops.grouped_gemm.problem import REDUCTION, ROWS, GroupedProblem
 from fourwave.ops.grouped_gemm.reference import grouped_reference, values, wgrad_reference
@@ -318,5 +318,18 @@ def plan(arch: str, seed: int = 0) -> Iterator[tuple[str, GroupedCase]]:
         if kind == "forward":
             yield "tensor", replace(odd, scaling="tensor", N=144, K=320, preshuffled=True, like_plain=True)
         yield "mx", replace(odd, kind=kind, scaling="1x32", fnuz=False, N=144, K=272)
-    yield "outputs", replace(odd, kind="wgrad", accumulate=True, out_dtype=torch.float32)
+    for more in ({}, {"scaling": None}, {"scaling": "tensor"}, {"scaling": "1x32", "fnuz": False}):
+        yield "outputs", replace(odd, kind="wgrad", accumulate=True, out_dtype=torch.float32, **more)  # type: ignore[arg-type]
     yield "outputs", replace(odd, bias_dtype=torch.bfloat16)
+    # More than two steps of the main loop, of every tile.
+    deep = replace(odd, N=136, K=1352, scale_layout="rows", extra=2)
+    for case in (
+        deep,
+        replace(deep, preshuffled=True, N=144, K=1344),
+        replace(deep, kind="dgrad", N=1352, K=136),
+        replace(deep, kind="wgrad", sizes=(5, 1300, 0, 1, 700), K=136),
+        replace(deep, scaling=None),
+        replace(deep, scaling="1x32", fnuz=False),
+    ):
+        for config in candidates(case.problem(), arch):
+            yield "every tile", replace(case, config=config)

@@ -46,7 +46,7 @@ class WinnerCache:
             return dict(known)
         try:
             entry = json.loads((self.folder / f"{name}.json").read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):  # RecursionError: thousands of nested lists
             return None
         if not isinstance(entry, dict) or entry.get("format") != FORMAT or entry.get("key") != _plain(key):
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import logging
 import statistics
 from collections.abc import Callable, Sequence
@@ -29,13 +30,20 @@ def cache() -> WinnerCache:
 
 @functools.lru_cache(maxsize=8)
 def kernel_version(operation: str) -> str:
-    """Changes with every change of the source of an operation's kernels; operation: its folder."""
+    """Changes with every change of the source of an operation's kernels and of FlyDSL's version; operation: its folder."""
     package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_compiler_version().encode())
     for folder in ("blocks/flydsl", f"ops/{operation}"):
         for path in sorted((package / folder).glob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _compiler_version() -> str:
+    try:
+        return importlib.metadata.version("flydsl")
+    except importlib.metadata.PackageNotFoundError:
+        return ""  # nothing is timed without it
 
 
 def next_power(value: int) -> int:

@@ -106,7 +106,7 @@ def check(args: GroupedArguments) -> GroupedCall:
     tensors = GroupedTensors(
         matrix(a, a.shape[0], "a", notes),
         _stack(b, "b", notes) if args.split == ROWS else matrix(b, b.shape[0], "b", notes),
-        args.m_sizes.resolve_neg().contiguous(),
+        _vector(args.m_sizes.resolve_neg()),
         args.out,  # type: ignore[arg-type]
         None if args.bias is None else args.bias.resolve_neg().contiguous(),
         _a_scale(args, problem),
@@ -114,6 +114,11 @@ def check(args: GroupedArguments) -> GroupedCall:
     )
     _check_overlap(args)
     return GroupedCall(problem, tensors, notes)
+
+
+def _vector(t: Tensor) -> Tensor:
+    """t [n], or a copy, with stride 1: a tensor of one element is contiguous with any."""
+    return t.contiguous().as_strided(t.shape, (1,))
 
 
 def fake_result(args: GroupedArguments) -> Tensor:

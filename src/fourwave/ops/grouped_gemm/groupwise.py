@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from fourwave.ops.grouped_gemm.check import GroupedArguments
+from fourwave.ops.grouped_gemm.check import GroupedArguments, fake_result
 from fourwave.ops.grouped_gemm.execute import execute
 from fourwave.ops.grouped_gemm.problem import ROWS
 
@@ -39,30 +39,43 @@ def f8f8bf16_groupwise_grouped_preshuffle(
 
 
 def _run(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, M_sizes: Tensor, preshuffled: bool) -> Tensor:
+    return execute(_arguments(XQ, WQ, x_scale, w_scale, M_sizes, preshuffled))
+
+
+def _arguments(
+    XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, M_sizes: Tensor, preshuffled: bool
+) -> GroupedArguments:
     _check(XQ, WQ, x_scale, w_scale, M_sizes)
-    return execute(
-        GroupedArguments(
-            XQ,
-            WQ,
-            M_sizes,
-            ROWS,
-            (True, True),
-            torch.bfloat16,
-            None,
-            False,
-            None,
-            x_scale.contiguous(),
-            w_scale.transpose(1, 2),
-            "1x128",
-            "128x128",
-            "groups",
-            preshuffled,
-        )
+    return GroupedArguments(
+        XQ,
+        WQ,
+        M_sizes,
+        ROWS,
+        (True, True),
+        torch.bfloat16,
+        None,
+        False,
+        None,
+        x_scale.contiguous(),
+        w_scale.transpose(1, 2),
+        "1x128",
+        "128x128",
+        "groups",
+        preshuffled,
     )
 
 
 def _check(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, M_sizes: Tensor) -> None:
     """What the general checks would name by other names."""
+    given = {"XQ": XQ, "WQ": WQ, "x_scale": x_scale, "w_scale": w_scale, "M_sizes": M_sizes}
+    for name, each in given.items():
+        if not isinstance(each, Tensor):
+            raise ValueError(f"{name} is of type {type(each).__name__}; it must be a tensor")
+        if each.layout != torch.strided:
+            raise ValueError(f"{name} has layout {each.layout}; it must be a dense tensor")
+    if torch.is_grad_enabled() and any(each.requires_grad for each in given.values()):
+        names = ", ".join(name for name, each in given.items() if each.requires_grad)
+        raise ValueError(f"{names} requires grad; no gradient is recorded of such a call: use torch.no_grad()")
     if XQ.dim() != 2 or WQ.dim() != 3 or M_sizes.dim() != 1:
         raise ValueError(
             f"XQ is {tuple(XQ.shape)}, WQ {tuple(WQ.shape)} and M_sizes {tuple(M_sizes.shape)}; they must be [M_total, K], "
@@ -85,20 +98,25 @@ def _check(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, M_sizes: Te
 
 
 def _fake(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, M_sizes: Tensor) -> Tensor:
-    return XQ.new_empty((XQ.shape[0], WQ.shape[1]), dtype=torch.bfloat16)
+    return fake_result(_arguments(XQ, WQ, x_scale, w_scale, M_sizes, False))
+
+
+def _fake_preshuffle(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, M_sizes: Tensor) -> Tensor:
+    return fake_result(_arguments(XQ, WQ, x_scale, w_scale, M_sizes, True))
 
 
 def register(namespace: str) -> list[str]:
     """Register the operators that `namespace` does not have yet; returns their names. Calling it again does nothing."""
     functions: tuple[Callable[..., Tensor], ...] = (f8f8bf16_groupwise_grouped, f8f8bf16_groupwise_grouped_preshuffle)
+    fakes: tuple[Callable[..., Tensor], ...] = (_fake, _fake_preshuffle)
     done = []
-    for name, function in zip(NAMES, functions, strict=True):
+    for name, function, fake in zip(NAMES, functions, fakes, strict=True):
         if hasattr(getattr(torch.ops, namespace), name):
             continue
         qualified = f"{namespace}::{name}"
         torch.library.define(qualified, SCHEMA)
         torch.library.impl(qualified, ("cpu", "cuda"), function)
-        torch.library.register_fake(qualified, _fake)
+        torch.library.register_fake(qualified, fake)
         done.append(name)
     return done
 
