@@ -48,7 +48,7 @@ def kernels() -> Iterator[tuple[str, GemmCase, Any]]:
 
 
 def further() -> Iterator[tuple[str, GemmCase, Any]]:
-    """What an epilogue can do beside: all at once, for the largest tile and a small one, the bias gradient, and swiglu."""
+    """What an epilogue can do beside: all at once, for the largest tile and a small one, the bias gradient, swiglu, and quantized results."""
     for rows in (256, 32):
         case = case_of("mxfp4", "TN", Shape("pages", rows, 256, DEPTH), out_dtype=torch.bfloat16)
         full: dict[str, Any] = {
@@ -71,3 +71,11 @@ def further() -> Iterator[tuple[str, GemmCase, Any]]:
         fields: dict[str, Any] = {"preactivation": torch.float32, "accumulate": True, "bias_dtype": torch.bfloat16}
         case = case_of(operands, layout, Shape("pages", rows, 256, DEPTH), activation="swiglu", **fields)
         yield f"{operands} {layout} swiglu, {rows} rows", case, None
+    for operands, layout, rows, quantized in (
+        ("mxfp4", "TN", 256, {"out_format": "mxfp8_e4m3", "out_direction": "both"}),
+        ("mxfp4", "TN", 32, {"out_format": "mxfp8_e5m2", "activation": "swiglu", "preactivation": torch.bfloat16}),
+        ("mxfp8", "NT", 32, {"out_format": "mxfp8_e4m3", "out_direction": "columnwise"}),
+        ("bf16 x mxfp4", "NN", 32, {"out_format": "fp8_e4m3", "bias_dtype": torch.bfloat16}),
+    ):
+        case = case_of(operands, layout, Shape("pages", rows, 256, DEPTH), out_dtype=None, alpha=0.75, **quantized)
+        yield f"{operands} {layout} out {quantized['out_format']}, {rows} rows", case, None

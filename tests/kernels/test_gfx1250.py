@@ -288,7 +288,7 @@ def test_what_is_refused():
         ({"K": 63}, "K=63: rows of a are packed, two codes in a byte"),
         ({"bias_grad_dtype": FP32}, "bias_grad with layout TN"),
         ({"preactivation_dtype": torch.float8_e5m2}, "preactivation is torch.float8_e5m2"),
-        ({"out_dtype": torch.float8_e4m3fn, "out_scaling": "1x32"}, "quantized with scales 1x32"),
+        ({"out_dtype": torch.float8_e4m3fnuz, "out_scaling": "1x32"}, "writes float8_e4m3fn and float8_e5m2"),
         ({"b_scaling": "tensor"}, "b is torch.uint8 with scales 'tensor'"),
         ({"M": 2**31}, "M=2147483648"),
     ):

@@ -177,6 +177,56 @@ def test_swiglu(operands, layout, shape, fields):
     assert torch.equal(z, fw.gemm(*case.operands(), **told))
 
 
+QUANTIZED = [
+    ("mxfp4", "TN", Shape("", 40, 274, 202), {"out_format": "mxfp8_e4m3", "out_direction": "both", "preactivation": BF16}),
+    ("mxfp4", "NN", Shape("", 18, 300, 160), {"out_format": "mxfp8_e5m2", "out_direction": "columnwise", "activation": "swiglu"}),
+    ("mxfp4", "TN", Shape("", 300, 274, 160), {"out_format": "fp8_e4m3", "activation": "gelu"}),
+    *(
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (
+            ("mxfp4", "TN", Shape("", 300, 290, 1090), {"out_format": "mxfp8_e4m3", "bias_dtype": BF16, "out_scale_rule": "ceil"}),
+            ("mxfp8", "NT", Shape("", 150, 274, 202), {"out_format": "mxfp8_e4m3", "out_direction": "both", "bias_grad": FP32}),
+            ("mxfp8 x mxfp4", "NN", Shape("", 300, 580, 202), {"out_format": "fp8_e5m2", "activation": "swiglu", "alpha": 0.5}),
+            ("bf16 x mxfp4", "TN", Shape("", 150, 530, 202), {"out_format": "mxfp8_e5m2", "out_direction": "both", "activation": "swiglu"}),
+            ("bf16 x mxfp4", "NN", Shape("", 50, 274, 202), {"out_format": "mxfp8_e4m3", "out_direction": "columnwise"}),
+            ("mxfp4", "TN", Shape("", 1, 2, 64), {"out_format": "mxfp8_e4m3", "out_direction": "both"}),
+        )
+    ),
+]  # fmt: skip
+
+
+@needs_sim
+@pytest.mark.parametrize(("operands", "layout", "shape", "fields"), QUANTIZED)
+def test_quantized_results(operands, layout, shape, fields):
+    """The bytes of the quantizer, given the same kernel's float32 result: codes, scales of rows and columns, amax."""
+    passes(case_of(operands, layout, shape, out_dtype=None, **fields))
+
+
+@needs_sim
+def test_quantized_results_with_nan_and_infinity():
+    """A block that holds one of them has scale NaN; amax of FP8 is NaN; other blocks do not change."""
+    a, b = case_of("mxfp4", "TN", Shape("", 40, 130, 96)).operands()
+    assert isinstance(a, QuantizedTensor) and a.scale is not None
+    a.scale.view(torch.uint8)[37, 1] = 255
+    bias = torch.zeros(130)
+    bias[70] = float("inf")
+    told = {"bias": bias, "backend": "sim:gfx1250"}
+    y = fw.gemm(a, b, out_dtype=FP32, **told)
+    assert y[37].isnan().all() and y[:37, 70].isinf().all()
+    got = fw.gemm(a, b, out_format="mxfp8_e4m3", out_direction="both", **told)
+    right = fw.quantize(y, "mxfp8_e4m3", "both", backend="native")
+    for name in ("data", "scale", "columnwise_data", "columnwise_scale"):
+        assert torch.equal(getattr(got, name).view(torch.uint8), getattr(right, name).view(torch.uint8)), name
+    assert (right.scale.view(torch.uint8) == 255).sum() == 5 + 39
+    scale = torch.tensor(0.25)
+    got, right = (
+        fw.gemm(a, b, out_format="fp8_e4m3", out_scale=scale, **told),
+        fw.quantize(y, "fp8_e4m3", scale=scale, backend="native"),
+    )
+    assert got.amax.isnan() and right.amax.isnan()
+    assert torch.equal(got.data.view(torch.uint8), right.data.view(torch.uint8))
+
+
 @needs_sim
 @pytest.mark.slow
 def test_rows_do_not_depend_on_their_number():
@@ -268,6 +318,56 @@ def test_each_wait_for_further_outputs_is_needed(monkeypatch, layout, fields, wh
     with pytest.raises(sim.SimulationError):
         case_of("mxfp4", layout, Shape("", 256, 256, 2560), out_dtype=BF16, **fields).run("sim:gfx1250")
     assert len(seen) > which
+
+
+def _scale_of_the_next_block(monkeypatch):
+    from fourwave.blocks.flydsl import lds_codes
+
+    store = lds_codes.LdsCodes._store
+    moved = staticmethod(
+        lambda tensor, row, column, lds, tile, left: store(tensor, row, column, lds + (tile[1] <= 4), tile, left)
+    )
+    monkeypatch.setattr(lds_codes.LdsCodes, "_store", moved)
+
+
+def _rows_past_the_end_count(monkeypatch):
+    from fourwave.blocks.flydsl import lds_codes
+
+    row = lds_codes.LdsCodes.row
+    monkeypatch.setattr(
+        lds_codes.LdsCodes, "row", lambda self, at, values, used, state: row(self, at, values, at >= 0, state)
+    )
+
+
+def _one_lane_less(monkeypatch):
+    from fourwave.blocks.flydsl import lds_codes
+
+    monkeypatch.setattr(
+        lds_codes, "lane_max", lambda value, mask, arch, found=lds_codes.lane_max: found(value, mask & ~1, arch)
+    )
+
+
+@needs_sim
+@pytest.mark.parametrize(
+    ("break_it", "fields"),
+    [
+        (_one_lane_less, {"out_format": "mxfp8_e4m3"}),
+        pytest.param(_scale_of_the_next_block, {"out_format": "mxfp8_e4m3"}, marks=pytest.mark.slow),
+        pytest.param(_rows_past_the_end_count, {"out_format": "fp8_e4m3", "bias_dtype": FP32}, marks=pytest.mark.slow),
+        pytest.param(_one_lane_less, {"out_format": "fp8_e4m3"}, marks=pytest.mark.slow),
+    ],
+)
+def test_broken_quantizing_is_seen(monkeypatch, break_it, fields):
+    from fourwave.ops.gemm import amd
+
+    monkeypatch.setattr(amd, "_compiled", {})
+    break_it(monkeypatch)
+    case = case_of("mxfp4", "TN", Shape("", 20, 130, 96), out_dtype=None, **fields)
+    try:
+        result = case.run("sim:gfx1250")
+    except sim.SimulationError:
+        return
+    assert not result.passed
 
 
 def test_what_is_refused():

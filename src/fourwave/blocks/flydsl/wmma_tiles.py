@@ -17,6 +17,11 @@ def with_gaps(size: int, gap: int) -> int:
     return size + size // GAP_EVERY * gap
 
 
+def code_pitch(columns: int) -> int:
+    """Bytes from one row of 8-bit results in LDS to the next: lanes of successive rows begin in other banks."""
+    return columns + 16
+
+
 @dataclass(frozen=True)
 class Side:
     """One operand's tile. turned: its k is not contiguous, in memory and in LDS.

@@ -4,7 +4,7 @@ a        TN, NN: [M, K]; NT: [K, M]   codes in rows that are 16-byte aligned: pa
                                       or float8_e4m3fn or float8_e5m2. TN, NN with packed b: also bfloat16, without scales
 b        TN: [N, K]; NN, NT: [K, N]   packed e2m1, float8_e4m3fn or float8_e5m2, in any mix with a
 a_scale, b_scale   [M or N, ceil(K / 32)] or, NT and b of NN, [ceil(K / 32), M or N]; float8_e8m0fnu, rows 16-byte aligned
-out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
+out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32. Or quantized (blocks/flydsl/lds_codes.py)
          swiglu: [M, N / 2], silu of the first half of the columns times the second
 bias     [N]; preactivation [M, N], written before the activation; bias_grad [M], NT, the sums of op(a) over K; all optional
 
@@ -41,12 +41,15 @@ uses; there a loop finishes one row after the other, which keeps the code small 
 to compile); and to memory as one tile, which drops what lies past M and N. bias, and what was in out, come the same way.
 """
 
+import functools
+
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl import tdm, wmma
 from fourwave.blocks.flydsl.control import loop
 from fourwave.blocks.flydsl.epilogue import activate, swiglu
+from fourwave.blocks.flydsl.lds_codes import LdsCodes
 from fourwave.blocks.flydsl.memory import keep_order, lds_read, lds_struct, lds_write, minimum, select, uniform
 from fourwave.blocks.flydsl.schedule import num_tiles, output_tile
 from fourwave.blocks.flydsl.tdm import Tile
@@ -392,6 +395,11 @@ def store(acc, epi, arguments, geo, lds, m0, n0, wave, lane):
         saved_size = epi.preactivation_dtype.width // 8
         saved_pitch = geo.pitch(saved_size)
         saved = geo.waves * rows * (pitch + out_pitch * epi.accumulate) + wave * (rows * saved_pitch)
+    quantized = None
+    if epi.out_scaling is not None:
+        before = geo.waves * rows * (pitch + (0 if saved is None else saved_pitch))
+        place = before + wave * geo.quantized_lds(rows)
+        quantized = LdsCodes(epi, arguments, lds, place, rows, columns, n0, columns_left, lane)
 
     bias = None
     if epi.bias_dtype is not None:
@@ -405,7 +413,7 @@ def store(acc, epi, arguments, geo, lds, m0, n0, wave, lane):
         at = line + column * bias_size
         bias = [lds_read(lds, at + place, run, epi.bias_dtype).to(fx.Float32) for place in places]
 
-    def finish(step, state):
+    def finish(step, state, rows_left):
         """Rows ROWS_AT_ONCE * step on. 16-bit rows of out lie where results of rows up to theirs were."""
         numbers = [step * ROWS_AT_ONCE + e for e in range(ROWS_AT_ONCE)]
         read = [
@@ -427,6 +435,11 @@ def store(acc, epi, arguments, geo, lds, m0, n0, wave, lane):
             if epi.accumulate:
                 addend = lds_read(lds, old + row * out_pitch + column * size, run, epi.out_dtype).to(fx.Float32)
                 value = [x + addend[e] for e, x in enumerate(value)]
+            if quantized is not None:
+                state = quantized.row(row, value, row < rows_left, state)
+                if quantized.columnwise:
+                    write(results + row * pitch + column * 4, value, fx.Float32, 4)
+                continue
             write(results + row * out_pitch + column * size, value, epi.out_dtype, size)
         return state
 
@@ -440,15 +453,17 @@ def store(acc, epi, arguments, geo, lds, m0, n0, wave, lane):
         stride = fx.Int64(fx.get_scalar(tensor.stride[0]))
         return tdm.address(tensor) + (fx.Int64(row0) * stride + fx.Int64(column0)) * element, stride
 
+    largest = [] if epi.out_scaling != "tensor" else [fx.Int32(0)]
     for part in range(geo.a.wave_rows // rows):
         row0 = m0 + part * rows
-        start, stride = place(arguments.out, row0, n0, size)
         rows_left = tdm.not_negative(arguments.M - row0)
         if part > 0:
             # The pass before has left LDS. Its preactivation, stored last, may stay: the wait for what was in out comes before
             # its place is written.
             tdm.wait_tiles(in_flight=parts if saved is not None and epi.accumulate else 0)
             keep_order()
+        if quantized is None:
+            start, stride = place(arguments.out, row0, n0, size)
         if epi.accumulate:
             layout = tdm.layout(size, columns * size, ROW_GAP)
             Tile.of(start, base + old, (rows, columns), (rows_left, columns_left), stride, layout).load()
@@ -464,14 +479,21 @@ def store(acc, epi, arguments, geo, lds, m0, n0, wave, lane):
         if epi.accumulate:
             tdm.wait_tiles(in_flight=0)
             keep_order()
-        loop(rows // ROWS_AT_ONCE, [], finish)
+        largest = loop(rows // ROWS_AT_ONCE, largest, functools.partial(finish, rows_left=rows_left))
+        if quantized is not None and quantized.columnwise:
+            quantized.turn(results, pitch, rows_left)
         tdm.wait_lds()
         # Rows with their gap, which lies past the tensor's columns.
         left = (rows_left, used_columns)
-        Tile.of(start, base + results, (rows, columns + ROW_GAP // size), left, stride, tdm.layout(size)).store()
+        if quantized is not None:
+            quantized.store(base, row0, rows_left)
+        else:
+            Tile.of(start, base + results, (rows, columns + ROW_GAP // size), left, stride, tdm.layout(size)).store()
         if saved is not None:
             tile = (rows, saved_pitch // saved_size)
             for number in range(parts):
                 start, stride = place(arguments.preactivation, row0, n0 + out_columns * number, saved_size)
                 at = base + saved + number * (columns * saved_size)
                 Tile.of(start, at, tile, left, stride, tdm.layout(saved_size)).store()
+    if quantized is not None:
+        quantized.keep_amax(largest)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fourwave.blocks.flydsl.wmma_tiles import TILE_K, Side
+from fourwave.blocks.flydsl.wmma_tiles import TILE_K, Side, code_pitch
 from fourwave.ops.gemm.config import MAX_EXTENT, GemmConfig
 from fourwave.ops.gemm.problem import PACKED_E2M1, SWIGLU
 
@@ -46,7 +46,16 @@ CONFIG = _config(_LARGE, 4)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _BITS = {PACKED_E2M1: 4, **dict.fromkeys(FLOAT8, 8), torch.bfloat16: 16}
 FEATURES = frozenset(
-    {"scaling:1x32x1x32", "scaling:Nonex1x32", "batch_invariant", "preactivation", "bias_grad", SWIGLU}
+    {
+        "scaling:1x32x1x32",
+        "scaling:Nonex1x32",
+        "batch_invariant",
+        "preactivation",
+        "bias_grad",
+        "out:tensor",
+        "out:1x32",
+        SWIGLU,
+    }
 )
 ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu", SWIGLU)
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,6 +76,8 @@ class Geometry:
     accumulate: bool
     out_bytes: int
     preactivation_bytes: int
+    out_scaling: str | None
+    out_direction: str
 
     @property
     def stage(self) -> int:
@@ -84,7 +95,21 @@ class Geometry:
     @property
     def lds(self) -> int:
         """Bytes of LDS of a workgroup, whatever K is."""
-        return max(self.first_page + NUM_PAGES * self.page, self.epilogue_lds(16))
+        return max(self.first_page + NUM_PAGES * self.page, self.epilogue_lds(self.least_rows))
+
+    @property
+    def least_rows(self) -> int:
+        """Of each wave in a pass of the epilogue: whole blocks where columns are quantized."""
+        return 32 if self.out_scaling == "1x32" and self.out_direction != "rowwise" else 16
+
+    def quantized_lds(self, rows: int) -> int:
+        """Bytes of LDS that codes and scales of a wave's pass take (LdsCodes)."""
+        columns = self.b.wave_rows // self.parts
+        codes = rows * code_pitch(columns)
+        if self.out_scaling != "1x32":
+            return codes if self.out_scaling else 0
+        rowwise = codes + rows * (columns // 32) if self.out_direction != "columnwise" else 0
+        return rowwise + (codes + rows // 32 * columns if self.out_direction != "rowwise" else 0)
 
     @property
     def waves(self) -> int:
@@ -107,13 +132,14 @@ class Geometry:
     def epilogue_lds(self, rows: int) -> int:
         """rows: of each wave, that it finishes in a pass."""
         saved = self.pitch(self.preactivation_bytes) if self.preactivation_bytes else 0
-        return self.waves * (rows * (self.pitch(4) + self.out_pitch * self.accumulate + saved) + LINE_BYTES)
+        each = rows * (self.pitch(4) + self.out_pitch * self.accumulate + saved) + self.quantized_lds(rows)
+        return self.waves * (each + LINE_BYTES)
 
     @property
     def pass_rows(self) -> int:
         """Rows of each wave in a pass of the epilogue, at most half of what it has: a wave's store is under way while it
         converts what follows."""
-        rows = max(16, min(64, self.a.wave_rows // 2))
+        rows = max(self.least_rows, min(64, self.a.wave_rows // 2))
         while self.epilogue_lds(rows) > self.lds:
             rows //= 2
         return rows
@@ -132,7 +158,8 @@ def geometry(problem: GemmProblem, config: GemmConfig) -> Geometry:
         problem.activation == SWIGLU,
     )
     saved = 0 if problem.preactivation_dtype is None else problem.preactivation_dtype.itemsize
-    return Geometry(config, a, b, problem.accumulate, problem.out_dtype.itemsize, saved)
+    out = problem.out_dtype.itemsize
+    return Geometry(config, a, b, problem.accumulate, out, saved, problem.out_scaling, problem.out_direction)
 
 
 def candidates(problem: GemmProblem) -> list[GemmConfig]:
@@ -157,7 +184,9 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None) -> str | No
         return reason
     if problem.activation not in ACTIVATIONS:
         return f"activation {problem.activation!r}: the {ARCH} kernel has {', '.join(a for a in ACTIVATIONS if a)}"
-    for name in ("out", "preactivation", "bias_grad", "bias"):
+    if problem.out_scaling is not None and problem.out_dtype not in FLOAT8:
+        return f"quantized out is {problem.out_dtype}: the {ARCH} kernel writes float8_e4m3fn and float8_e5m2"
+    for name in ("out", "preactivation", "bias_grad", "bias")[problem.out_scaling is not None :]:
         if (dtype := getattr(problem, f"{name}_dtype")) is not None and dtype not in OUTPUTS:
             verb = "reads" if name == "bias" else "writes"
             return f"{name} is {dtype}: the kernel {verb} float32, bfloat16 and float16"
