@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fourwave.blocks.flydsl.tiles import Geometry
 from fourwave.ops.gemm import amd
 from fourwave.ops.gemm.api import _arguments
 from fourwave.ops.gemm.check import check
@@ -30,6 +31,19 @@ OPERANDS: dict[str, dict[str, Any]] = {
     "mxfp8 preshuffled": {"a_format": "mxfp8_e4m3", "b_format": "mxfp8_e5m2", "preshuffled": True},
     "blocks preshuffled": {"a_format": "fp8_1x128", "b_format": "fp8_128x128", "preshuffled": True},
 }
+
+
+def scale_reads(geo: Geometry, halves: bool = False) -> dict[str, int]:
+    """LDS reads of e8m0 scales in a step of the main loop, by name: 16 bytes a lane, or transposing; each serves the step."""
+    reads = {"ds_read_b128": 0, "ds_read_b64_tr_b8": 0}
+    parts = 2 if halves else 1
+    for tile, fragments in zip(geo.scale_tiles, (geo.frags_m, geo.frags_n), strict=True):
+        if tile is None:
+            continue
+        count = fragments // parts
+        together = min(count, 4 if tile.tile.k_contiguous else 2)
+        reads["ds_read_b128" if tile.tile.k_contiguous else "ds_read_b64_tr_b8"] += parts * count // together
+    return reads
 
 
 def case_of(arch: str, precision: str, layout: str, shape: Shape) -> GemmCase:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from fourwave import sim
-from fourwave.blocks.flydsl.tiles import SCALE_BLOCKS, bank_conflicts
+from fourwave.blocks.flydsl.tiles import bank_conflicts, read_b128_groups
 from fourwave.ops.gemm import amd
-from fourwave.ops.gemm.config import block_scaled, candidates_for, geometry, lds_bytes, why_unsupported
+from fourwave.ops.gemm.config import block_scaled, candidates_for, geometry, in_halves, lds_bytes, why_unsupported
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.testing import GemmCase
 from fourwave.testing.shapes import Shape
@@ -233,35 +233,46 @@ def test_scales_that_are_copied_are_named(arch):
     )
 
 
+@needs_sim
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("index", range(CONFIGS["gfx950"]))
-def test_single_byte_reads_without_bank_conflicts(index, layout):
-    """gfx950: 64 lanes, 64 banks. Row lane % 16 of a fragment, block lane // 16 of a slice."""
+def test_scale_reads_without_bank_conflicts(index, layout):
+    """gfx950, 64 banks: what the lanes of one read touch is what its fragments need, each bank once."""
+    from fourwave.blocks.flydsl.loaders import FragmentScales
+
     config = config_of("gfx950", layout, index)
     geo = geometry(config, layout, 1, "gfx950", scales=True)
-    for tile in geo.scale_tiles:
-        where = {}  # (row or column, block) -> byte, as the loads leave them
+    halves = 2 if in_halves(config, 1, "gfx950") else 1
+    for tile, frags in zip(geo.scale_tiles, (geo.frags_m // halves, geo.frags_n // halves), strict=True):
+        held = {}  # byte -> (row or column, block), as the loads leave them
         for chunk in range(tile.chunks):
             for byte in range(16):
                 if tile.tile.k_contiguous:
-                    where[tile.tile.source_row(chunk), byte] = chunk * 16 + byte
+                    held[chunk * 16 + byte] = tile.tile.source_row(chunk), byte
                 else:
                     line, column = divmod(chunk, tile.line_chunks)
-                    where[(column ^ tile.key(line)) * 16 + byte, line] = chunk * 16 + byte
-        assert len(where) == tile.chunks * 16
-        for fragment in range(tile.tile.extent // 16):
-            for k_slice in range(SCALE_BLOCKS // 4):
-                addresses = [
-                    where[tile.tile.fragment_row(fragment, lane % 16), 4 * k_slice + lane // 16] for lane in range(64)
-                ]
-                four = fragment // 4 * 4
-                assert addresses == [
-                    tile.address(four * 16 + lane % 16, lane // 16)
-                    + (fragment - four) * tile.fragment_bytes
-                    + k_slice * tile.slice_bytes
-                    for lane in range(64)
-                ]
-                assert bank_conflicts([address // 4 * 4 for address in addresses], [range(64)], 4, 64) == 0
+                    held[chunk * 16 + byte] = (column ^ tile.key(line)) * 16 + byte, tile.block_of(line)
+        assert len(set(held.values())) == tile.chunks * 16
+        for first in range(0, tile.tile.extent // 16, frags):
+            lanes = [FragmentScales(tile, None, 0, first * 16, frags, lane, 4) for lane in range(64)]
+            for number in range(len(lanes[0])):
+                at = [each.address(number) for each in lanes]
+                fragments = [first + number * lanes[0].at_once + i for i in range(lanes[0].at_once)]
+                if tile.tile.k_contiguous:
+                    assert bank_conflicts(at, read_b128_groups(64), 16, 64) == 0
+                    for lane, address in enumerate(at):
+                        row = tile.tile.fragment_row(fragments[lane // 16 % len(fragments)], lane % 16)
+                        assert [held[address + block] for block in range(16)] == [(row, block) for block in range(16)]
+                    continue
+                assert bank_conflicts(at, [range(32), range(32, 64)], 8, 64) == 0
+                for lane in range(64):
+                    # Lane r of 16 receives column r of eight rows: four slices of a fragment, and of the next.
+                    r, group = lane % 16, lane // 16
+                    received = [held[at[group * 16 + 2 * q + r // 8] + r % 8] for q in range(8)]
+                    wanted = [
+                        (fragment * 16 + r, 4 * k_slice + group) for fragment in fragments for k_slice in range(4)
+                    ]
+                    assert received == wanted * (2 // len(fragments))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

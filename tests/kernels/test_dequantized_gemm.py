@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from launches import scale_reads
 
 import fourwave as fw
 from fourwave import sim
@@ -218,8 +220,8 @@ def test_the_main_loop(layout: str, index: int) -> None:
     assert kernel.lds_bytes == lds_bytes(config, layout, 2, ARCH, "b", PACKED) <= LDS_BYTES[ARCH]
     assert (loop.k, loop.mfma) == (128, geo.frags_m * geo.frags_n * 4)
     of_b = {"ds_read_b128": geo.frags_n} if layout == "TN" else {"ds_read_b64_tr_b4": 2 * geo.frags_n}
-    reads = {"ds_read_b128": 4 * geo.frags_m, "ds_read_u8": geo.frags_n}
-    assert loop.lds_reads == {name: reads.get(name, 0) + of_b.get(name, 0) for name in reads | of_b}
+    of_a, scales = {"ds_read_b128": 4 * geo.frags_m}, scale_reads(geo)
+    assert loop.lds_reads == Counter(of_a) + Counter(of_b) + Counter(scales)
     assert kernel.text.count("v_cvt_scalef32_pk_bf16_fp4") == geo.frags_n * 16
     assert (loop.loads_to_lds, loop.loads) == (geo.loads_per_tile, 0)
     counted = [wait for wait in loop.waits if "vmcnt" in wait]

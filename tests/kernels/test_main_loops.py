@@ -1,8 +1,9 @@
 """Every GEMM kernel that the AMD backends have: its main loop's accesses, spills and LDS bank conflicts.
 
 Operands move 16 bytes a lane: global loads always; LDS writes always; LDS reads where K is contiguous. Where it is not, a read is as
-wide as the machine has it: ds_read_b64_tr_* on gfx950, a lane's neighbouring columns on gfx942 (and of 32 bits on both). Block
-scales are a few bytes for each row; they are counted apart. What the compiler makes of packed operands is in test_packed_gemm.py.
+wide as the machine has it: ds_read_b64_tr_* on gfx950, a lane's neighbouring columns on gfx942 (and of 32 bits on both). e8m0 scales
+on gfx950 move like operands, a read for several fragments and all K of a step; float32 scales of 128 k are read one by one. What the
+compiler makes of packed operands is in test_packed_gemm.py.
 """
 
 from __future__ import annotations
@@ -94,14 +95,19 @@ def test_accesses_and_spills(arch: str, precision: str, layout: str, config: Gem
     contiguous = [(geo.frags_m, geo.a), (geo.frags_n, geo.b)][: 1 if ahead else 2]
     fragment_reads = sum(frags for frags, tile in contiguous if tile.k_contiguous)
     per_fragment = geo.a.fragment_bytes // 16 * tiles * geo.num_slices
-    assert reads.get("ds_read_b128", 0) == fragment_reads * per_fragment
+    mx = geo.scales is True
+    scales = launches.scale_reads(geo, in_halves(config, size, arch)) if mx else {}
+    assert reads.get("ds_read_b128", 0) == fragment_reads * per_fragment + scales.get("ds_read_b128", 0)
     narrow = {op for op in reads if op != "ds_read_b128"}
     if layout == "TN":
-        # Scales only.
-        known = {"1x32": {"ds_read_u8"}, "1x128": {"ds_read_b32", "ds_read2_b32", "ds_read2st64_b32"}}
+        # float32 scales only.
+        known = {"1x128": {"ds_read_b32", "ds_read2_b32", "ds_read2st64_b32"}}
         assert narrow <= known.get(problem.a_scaling or "", set()) and (arch == "gfx950" or not narrow)
     elif arch == "gfx950" and size < 4:
-        assert narrow <= {f"ds_read_b64_tr_b{8 * size}", *(["ds_read_u8"] if problem.a_scaling == "1x32" else [])}
+        transposing = f"ds_read_b64_tr_b{8 * size}"
+        assert narrow == {transposing}
+        columns = sum(frags for frags, tile in contiguous if not tile.k_contiguous)
+        assert reads[transposing] == 2 * columns * per_fragment + scales.get(transposing, 0)
 
 
 @pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")

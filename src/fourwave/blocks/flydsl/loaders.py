@@ -16,7 +16,9 @@ from fourwave.blocks.flydsl.memory import (
     lds_read_transposed,
     lds_write,
     minimum,
+    permute_bytes,
     select,
+    swap_lanes,
     transpose_bytes,
 )
 from fourwave.blocks.flydsl.tiles import (
@@ -434,7 +436,7 @@ class GlobalScales:
             column = ((chunk % scale_tile.line_chunks) ^ scale_tile.key(line)) * CHUNK_BYTES
             column = scale_tile.tile.paired(column, self.half)
             inside = (chunk < scale_tile.chunks) & (column < self.columns - row0)
-            offset = line * pitch + column
+            offset = scale_tile.block_of(line) * pitch + column
         self.offset = select(inside, offset, OUT_OF_RANGE)
 
     def step(self, k0):
@@ -456,38 +458,143 @@ class GlobalScales:
 
 
 class FragmentScales:
-    """Reads the scales that belong to one wave's fragments: for each fragment byte 0 of an Int32, or a Float32; of cells one
-    Float32 for all. tile None: there are none."""
+    """Reads the e8m0 scales that belong to one wave's fragments, those of `slices` slices of 128 k at a time: 1, 2 or 4.
 
-    def __init__(self, scale_tile, lds, place, first_row, count, lane):
-        """place: offset of the first slot in lds; first_row: of the fragments in the tile, a multiple of 16 * min(count, 4)."""
-        self.tile, self.lds, self.count = scale_tile, lds, count
-        if getattr(scale_tile, "cells", False):
-            self.count = count = 1  # a wave's part of the tile has at most 128 rows
-        if scale_tile is not None:
-            group, row = lane // MMA_M, lane % MMA_M
-            self.bases = [place + scale_tile.address(first_row + i * MMA_M + row, group) for i in range(0, count, 4)]
+    read() gives what LDS holds, of the four slices that lie together; sort() makes of it an Int32 for each fragment: in lane l,
+    byte s is the scale of row l % 16 and the block of 32 k number l // 16 of slice s of those that are read at a time.
+
+      k_contiguous   ds_read_b128: lane 16 * i + r has all 16 blocks of row r of fragment i, of four fragments at once (of one or
+                     two: several lane groups the same). Sorted by v_perm_b32 into words of the lane groups that need them, and
+                     these sent there by v_permlane*_swap_b32
+      otherwise      ds_read_b64_tr_b8: of its eight rows four are the blocks that a lane group needs of one fragment, and four
+                     those of the next. What a lane receives is sorted
+    """
+
+    def __init__(self, scale_tile, lds, place, first_row, count, lane, slices):
+        """place: offset of the first slot in lds; first_row: of the fragments in the tile, a multiple of 16 * count; count: a
+        power of two."""
+        self.tile, self.lds, self.place, self.count, self.slices = scale_tile, lds, place, count, slices
+        self.at_once = scale_tile.at_once(count)
+        group, in_group = lane // MMA_M, lane % MMA_M
+        if scale_tile.tile.k_contiguous:
+            row = first_row + (group % self.at_once) * MMA_M + in_group
+            self.base = row * CHUNK_BYTES
+            # Of the bytes of two words: those of a lane group's block, or of two groups', next to each other.
+            self.selectors = {
+                4: (0x05010400, 0x07030602),
+                2: (0x05010400 + (group >> 1) * 0x02020202,),
+                1: (0x0400 + group * 0x0101,),
+            }[self.at_once]
+        else:
+            # Lane 2 * q + p points at row q, columns 8 * p + 0..7 (memory.lds_read_transposed).
+            row, part = in_group >> 1, in_group & 1
+            line = (group & 1) | ((row & 3) << 1) | ((group & 2) << 2)
+            fragment = row >> 2 if self.at_once == 2 else 0
+            chunk = (first_row >> log2(CHUNK_BYTES)) + fragment
+            self.base = scale_tile.chunk_address(line, chunk) + part * (CHUNK_BYTES // 2)
 
     def __len__(self):
-        return 0 if self.tile is None else self.count
+        """Vectors that read() returns."""
+        return self.count // self.at_once
+
+    @property
+    def reads(self):
+        return len(self)
+
+    def address(self, number):
+        """Of this lane's part of read `number`, inside a slot."""
+        if self.tile.tile.k_contiguous:
+            return self.base + number * (4 * MMA_M * CHUNK_BYTES)
+        return self.base ^ (number * 2 * CHUNK_BYTES)
+
+    def _if_bit(self, k_slice, bit, value):
+        """value, a multiple of bit, where k_slice, the first slice that is read for, has this bit of 1 and 2; else 0."""
+        return (fx.Int32(k_slice) & bit) * (value // bit) if self.slices <= bit else 0
 
     def read(self, k_slice):
-        """k_slice: number of the slice of 128 k, counted from the operand's first (Int32, uniform)."""
-        if self.tile is None:
-            return []
+        """k_slice: number of the first slice, counted from the operand's first (Int32, uniform); a multiple of `slices`."""
+        slot = (fx.Uint32(k_slice) // (SCALE_BLOCKS // LANE_GROUPS)) % self.tile.slots
+        slot = fx.Int32(slot * self.tile.slot_bytes) + self.place
+        if self.tile.tile.k_contiguous:
+            return [lds_read(self.lds, self.address(j) + slot, 4, fx.Int32) for j in range(len(self))]
+        # Slices that come later in the places of 0 or 0 and 1, and the other way round.
+        turn = self._if_bit(k_slice, 1, self.tile.chunk_address(2, 0)) ^ self._if_bit(
+            k_slice, 2, self.tile.chunk_address(4, 0)
+        )
+        return [lds_read_transposed(self.lds, (self.address(j) ^ turn) + slot, fx.Int32) for j in range(len(self))]
+
+    def sort(self, values, k_slice):
+        """The words of read(k_slice), a Vector of one Int32 for each fragment."""
+        if not self.tile.tile.k_contiguous:
+            words = [value[i] for value in values for i in range(self.at_once)]
+        else:
+            words = [word for value in values for word in self._sort_rows(value, k_slice)]
+        return [fx.Vector.filled(1, word, fx.Int32) for word in words]
+
+    def _sort_rows(self, value, k_slice):
+        # The other of two words first.
+        swap, swap_pairs = (self._if_bit(k_slice, bit, 0x04040404) for bit in (1, 2))
+        low, high = 0x05040100 ^ swap_pairs, 0x07060302 ^ swap_pairs
+        pairs = [
+            [permute_bytes(value[i + 1], value[i], selectors ^ swap) for i in (0, 2)] for selectors in self.selectors
+        ]  # slices 0, 1 and slices 2, 3
+        if self.at_once == 1:
+            return [permute_bytes(pairs[0][1], pairs[0][0], low)]
+        # Of this lane's row: words of lane groups 0, 1, .. 3, or of the first and second one of this half of the wave.
+        words = [permute_bytes(last, first, each) for first, last in pairs for each in (low, high)]
+        if self.at_once == 2:
+            return list(swap_lanes(*words, 16))
+        halves = [swap_lanes(words[i], words[i + 2], 32) for i in (0, 1)]
+        return [*swap_lanes(halves[0][0], halves[1][0], 16), *swap_lanes(halves[0][1], halves[1][1], 16)]
+
+
+class WideFragmentScales:
+    """The same for float32 scales of blocks of 128 k, one slice at a time: for each fragment a Float32; of cells one for all."""
+
+    slices = 1
+
+    def __init__(self, scale_tile, lds, place, first_row, count, lane):
+        self.tile, self.lds, self.count = (
+            scale_tile,
+            lds,
+            1 if scale_tile.cells else count,
+        )  # a wave has at most 128 rows
+        row = lane % MMA_M
+        self.bases = [place + scale_tile.address(first_row + i * MMA_M + row) for i in range(0, self.count, 4)]
+
+    def __len__(self):
+        return self.count
+
+    @property
+    def reads(self):
+        return len(self)
+
+    def read(self, k_slice):
         per_slot = SCALE_BLOCKS // LANE_GROUPS
         k_slice = fx.Uint32(k_slice)
         slot = (k_slice // per_slot) % self.tile.slots
         at = fx.Int32(slot * self.tile.slot_bytes + k_slice % per_slot * self.tile.slice_bytes)
         bases = [base + at for base in self.bases]
-        values = []
-        for i in range(self.count):
-            at = bases[i // 4] + i % 4 * self.tile.fragment_bytes
-            if self.tile.elem_bytes == 4:
-                values.append(lds_read(self.lds, at, 1, fx.Float32))
-            else:
-                values.append(fx.Vector.filled(1, lds_read(self.lds, at, 1, fx.Uint8)[0].to(fx.Int32), fx.Int32))
+        at = [bases[i // 4] + i % 4 * self.tile.fragment_bytes for i in range(self.count)]
+        return [lds_read(self.lds, each, 1, fx.Float32) for each in at]
+
+    def sort(self, values, k_slice):
         return values
+
+
+class NoScales:
+    """Where there are none."""
+
+    slices, reads = 1, 0
+
+    def __len__(self):
+        return 0
+
+    def read(self, k_slice):
+        return []
+
+    def sort(self, values, k_slice):
+        return []
 
 
 class RegisterScales:
@@ -536,11 +643,14 @@ class BlockScales:
         self.first_row = {"a": m0, "b": n0}
         self.K = arguments.K
 
-    def reader(self, name, first_row, count):
-        """FragmentScales of `count` fragments from a row of the tile on."""
+    def reader(self, name, first_row, count, step_slices):
+        """FragmentScales of `count` fragments from a row of the tile on. step_slices: slices of 128 k of a step of the main loop."""
         if not self.geo.scales or self.tiles[name] is None:
-            return FragmentScales(None, None, 0, first_row, count, self.lane)
-        return FragmentScales(self.tiles[name], self.lds, self.place[name], first_row, count, self.lane)
+            return NoScales()
+        where = self.tiles[name], self.lds, self.place[name], first_row, count, self.lane
+        if self.geo.scales == "128":
+            return WideFragmentScales(*where)
+        return FragmentScales(*where, min(step_slices, SCALE_BLOCKS // LANE_GROUPS))
 
     def waves(self, name):
         """Waves that it takes to bring the scales of SCALE_K k of an operand."""

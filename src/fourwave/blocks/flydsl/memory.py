@@ -175,6 +175,15 @@ def transpose_bytes(words, columns):
 
 
 @dsl_loc_tracing
+def swap_lanes(a, b, lanes):
+    """gfx950, Int32: (a, b) after every second run of `lanes` (16 or 32) lanes of a, the second first, has changed places with
+    the run before it of b (v_permlane16_swap_b32, v_permlane32_swap_b32: AMD CDNA4 ISA guide)."""
+    swap = {16: _rocdl.permlane16_swap, 32: _rocdl.permlane32_swap}[lanes]
+    pair = swap(ir.Type.parse("!llvm.struct<(i32, i32)>"), as_ir_value(a), as_ir_value(b), False, False)
+    return tuple(fx.Int32(_llvm.extractvalue(fx.Int32.ir_type, pair, [i])) for i in (0, 1))
+
+
+@dsl_loc_tracing
 def lds_write(lds, byte_offset, value, num_bytes=16):
     """num_bytes per lane (ds_write_b128, b64), so aligned. Raw barriers do not wait for it: wait_lds() first."""
     _llvm.StoreOp(as_ir_value(value), _lds_address(lds, byte_offset), alignment=num_bytes)

@@ -15,8 +15,8 @@ k = l // 16) take one element of every lane each. Products and sums are float32,
 
 8-bit floats, slices of 128 and 64; registers hold them as 32-bit words:
   gfx950  v_mfma_f32_16x16x128_f8f6f4: row l % 16, k = 16 * (l // 16) + 0..15 and 64 more. OCP codes
-          v_mfma_scale_f32_16x16x128_f8f6f4: the same, and the scale of row l % 16 and k = 32 * (l // 16) + 0..31 is byte
-          0 (op_sel) of a register of lane l: not the k of the lane's own elements (AMD CDNA4 ISA guide; confirmed by
+          v_mfma_scale_f32_16x16x128_f8f6f4: the same, and the scale of row l % 16 and k = 32 * (l // 16) + 0..31 is a byte
+          (which: op_sel) of a register of lane l: not the k of the lane's own elements (AMD CDNA4 ISA guide; confirmed by
           Triton's kernels, tests/sim/test_matrix_triton.py)
           packed e2m1: k = 32 * (l // 16) + 0..31, in any mix with the others
   gfx942  two v_mfma_f32_16x16x32: row l % 16, k = 16 * (l // 16) + 0..15; the first takes bytes 0..7 of every lane, the
@@ -138,10 +138,10 @@ class WaveMma:
     def zero(self):
         return [fx.Vector.filled(ACC_PER_LANE, 0.0, fx.Float32) for _ in range(self.results)]
 
-    def step(self, a, b, acc, scales_a=(), scales_b=()):
+    def step(self, a, b, acc, scales_a=(), scales_b=(), byte=0):
         """The fragments b[j] are finished with one by one, which frees their registers for those of the next slice.
 
-        scales_*: none, or for each fragment an Int32 whose byte 0 is, in lane l, the e8m0 scale of row l % 16 and the block of
+        scales_*: none, or for each fragment an Int32 of which a byte is, in lane l, the e8m0 scale of row l % 16 and the block of
         32 k number l // 16 of the slice.
         """
         out = list(acc)
@@ -150,10 +150,10 @@ class WaveMma:
                 for i in range(self.frags_m):
                     index = i * self.frags_n + j
                     scales = (scales_b[j][0], scales_a[i][0]) if scales_a else ()
-                    out[index] = self._mfma(self._part(b[j], part), self._part(a[i], part), out[index], scales)
+                    out[index] = self._mfma(self._part(b[j], part), self._part(a[i], part), out[index], scales, byte)
         for i in range(self.sums):
             index = self.frags_m * self.frags_n + i
-            out[index] = self._sum(a, i, out[index], scales_a)
+            out[index] = self._sum(a, i, out[index], scales_a, byte)
         return out
 
     def add_scaled(self, products, acc, row_scales, column_scale):
@@ -177,7 +177,7 @@ class WaveMma:
                 out[index] = fx.Vector(fx.fma(self._mfma(b[j], a[i], zero), factors[i], out[index]))
         return out
 
-    def _sum(self, a, i, acc, scales_a):
+    def _sum(self, a, i, acc, scales_a, byte):
         def chosen(values):
             return (
                 values[i] if self.sums_part is None else (self.sums_part == 0).select(values[i], values[i + self.sums])
@@ -185,9 +185,9 @@ class WaveMma:
 
         fragment = chosen(a)
         ones = self._ones(fragment.numel)
-        scales = (E8M0_ONE, chosen(scales_a)[0]) if scales_a else ()
+        scales = (E8M0_ONE * 0x01010101, chosen(scales_a)[0]) if scales_a else ()
         for part in range(self.parts):
-            acc = self._mfma(self._part(ones, part), self._part(fragment, part), acc, scales)
+            acc = self._mfma(self._part(ones, part), self._part(fragment, part), acc, scales, byte)
         return acc
 
     def _ones(self, elems):
@@ -204,7 +204,7 @@ class WaveMma:
         return fragment.shuffle(fragment, list(range(part * size, (part + 1) * size)))
 
     @dsl_loc_tracing
-    def _mfma(self, first, second, acc, scales=()):
+    def _mfma(self, first, second, acc, scales=(), byte=0):
         first, second = self._operand(first), self._operand(second)
         if self.fmt.f8f6f4:
             formats = [ir.Attribute.parse(f"#rocdl<matrix_format {name}>") for name in self.fmt.f8f6f4]
@@ -212,7 +212,7 @@ class WaveMma:
             scale_first, scale_second = (as_ir_value(fx.Int32(scale)) for scale in scales or (0, 0))
             result = self._op(
                 vector_type(ACC_PER_LANE, fx.Float32), first, second, as_ir_value(acc), *formats,
-                0, scale_first, 0, scale_second,
+                byte, scale_first, byte, scale_second,
             )  # fmt: skip
             return fx.Vector(result)
         plain = ir.Attribute.parse("#rocdl<mfma_perm_b none>")

@@ -308,8 +308,9 @@ class ScaleTile:
 
     They come in chunks of 16 bytes, as many as the tile has rows, in the operand's memory order:
       k_contiguous   chunk c: all blocks of the row that line c of the operand's image holds
-      otherwise      SCALE_BLOCKS lines of `extent` columns; chunks of line l are XORed with key(l)
-    A lane reads single bytes: those of row lane % 16 of a fragment, block lane // 16 of a slice of 128 k.
+      otherwise      SCALE_BLOCKS lines of `extent` columns; line l holds block block_of(l), its chunks are XORed with key(l)
+    What a lane needs are bytes: those of row lane % 16 of a fragment, block lane // 16 of each slice of 128 k. How they are
+    read is in loaders.FragmentScales.
     """
 
     tile: OperandTile  # of 8-bit elements, not halved
@@ -338,29 +339,29 @@ class ScaleTile:
         """Where K is not contiguous."""
         return self.tile.extent // CHUNK_BYTES
 
+    def block_of(self, line):
+        """Block that line `line` holds where K is not contiguous: the eight lines that half a wave reads at once, blocks g and
+        g + 1 of four slices, are consecutive."""
+        return (line & 1) | ((line & 8) >> 2) | ((line & 6) << 1)
+
     def key(self, line):
-        """XORed onto the chunk index: four lines that lane groups read at once lie in different banks."""
-        if self.line_chunks >= 16:
-            return (line & 3) << 2
-        return (line & 2) << 1 if self.line_chunks == 8 else line & 0
+        """XORed onto the chunk index: pairs of chunks of eight consecutive lines lie in different banks."""
+        pairs = self.line_chunks // 2
+        if pairs >= 8:
+            return (line & 7) << 1
+        if pairs == 4:
+            return ((line >> 1) & 3) << 1
+        if pairs == 2:
+            return ((line >> 2) & 1) << 1
+        return line & 0
 
-    def address(self, row, lane_group):
-        """Byte offset inside a slot of the first slice's byte for row (or column) `row`. Rows (columns) up to the next
-        multiple of 64 (16 times the row's place in LDS, its fragment's line) follow at the same distance."""
-        if self.tile.k_contiguous:
-            return row * SCALE_BLOCKS + lane_group
-        chunk = (row // CHUNK_BYTES) ^ self.key(lane_group)
-        return lane_group * self.tile.extent + chunk * CHUNK_BYTES + row % CHUNK_BYTES
+    def at_once(self, count):
+        """Of a wave's `count` fragments, those whose scales one read brings (loaders.FragmentScales)."""
+        return min(count, 4 if self.tile.k_contiguous else 2)
 
-    @property
-    def slice_bytes(self):
-        """Distance of the bytes of successive slices."""
-        return LANE_GROUPS * (1 if self.tile.k_contiguous else self.tile.extent)
-
-    @property
-    def fragment_bytes(self):
-        """Distance of the bytes of successive fragments, up to four."""
-        return MMA_M * (SCALE_BLOCKS if self.tile.k_contiguous else 1)
+    def chunk_address(self, line, chunk):
+        """Byte offset inside a slot where K is not contiguous. Linear over XOR."""
+        return line * self.tile.extent + (chunk ^ self.key(line)) * CHUNK_BYTES
 
 
 @dataclass(frozen=True)
@@ -372,8 +373,8 @@ class WideScaleTile:
     cells: bool
     block_k = 128
     elem_bytes = 4
-    slice_bytes = 4
-    fragment_bytes = MMA_M * CHUNK_BYTES
+    slice_bytes = 4  # between the scales of successive slices
+    fragment_bytes = MMA_M * CHUNK_BYTES  # between those of successive fragments
 
     @property
     def chunks(self):
@@ -389,7 +390,7 @@ class WideScaleTile:
     def first_row(self, row0):
         return row0 >> 7 if self.cells else row0
 
-    def address(self, row, lane_group):
+    def address(self, row):
         return (row >> 7 if self.cells else row) * CHUNK_BYTES
 
 

@@ -34,7 +34,8 @@ bfloat16 right before they are multiplied, exactly, and a's lanes read the same 
 
 Block scales come beside the first tile of every SCALE_K of K: a chunk of 16 bytes is 16 (of float32: four) blocks of a row,
 so that one load of all four waves brings those of 256 rows of a and b. The other tiles issue the same loads with nothing to bring, so that
-the wait counts hold. Scales are read from LDS one by one, with the fragments they belong to.
+the wait counts hold. Scales are read from LDS 16 bytes a lane (8 where K is not contiguous: transposing) for all slices of a
+step, and the matrix instruction picks a byte of four (loaders.FragmentScales).
 
 Limits  tails in M, N and K are handled; 16-byte alignment and the row stride limit are checked in config.py and amd.py.
 Source  operand layout of V_MFMA_F32_16X16X32_BF16, V_MFMA_F32_16X16X128_F8F6F4, DS_READ_B64_TR_B16/B8/B4 and LDS loads:
@@ -105,8 +106,9 @@ def build(spec, fmt, epi):
             values_b, reads_b = 0, 0
         mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n, row_sums(epi, geo, wave_n))
         scales = BlockScales(geo, lds, arguments, m0, n0, lane, wave)
-        scales_a = scales.reader("a", wave_m * geo.wave_tile_m, geo.frags_m)
-        scales_b = scales.reader("b", wave_n * geo.wave_tile_n, geo.frags_n)
+        step_slices = geo.tiles_per_step * geo.num_slices // slices_of_b
+        scales_a = scales.reader("a", wave_m * geo.wave_tile_m, geo.frags_m, step_slices)
+        scales_b = scales.reader("b", wave_n * geo.wave_tile_n, geo.frags_n, step_slices)
         num_scales = len(scales_a) + len(scales_b)
         scales.share()
 
@@ -121,16 +123,16 @@ def build(spec, fmt, epi):
             """Preshuffled fragments of one slice, on their way."""
             return rows_b.load(k_first + tile_index * geo.tile_k + k_slice * geo.b.slice_k)
 
-        def read_fragments(k_tile, stage, k_slice, b_and_scales=None):
-            """b_and_scales: those of the slice before, which may serve this one, too."""
+        def read_fragments(stage, k_slice, b=None):
+            """b: that of the slice before, which may serve this one, too."""
             of_a = fragments_a.read(lds_a, stage * geo.a.stage_bytes, k_slice)
             if fx.const_expr(k_slice % slices_of_b == 0):
-                number = k_tile * (geo.num_slices // slices_of_b) + k_slice // slices_of_b
-                of_b = fragments_b.read(lds_b, stage * geo.b.stage_bytes, k_slice // slices_of_b) if through_lds else []
-                scales = scales_a.read(number) + scales_b.read(number)
-            else:
-                of_b, scales = b_and_scales
-            return of_a, of_b, scales
+                b = fragments_b.read(lds_b, stage * geo.b.stage_bytes, k_slice // slices_of_b) if through_lds else []
+            return of_a, b
+
+        def read_scales(number):
+            """Those of slice `number` of 128 k and of the next ones that are read together with it."""
+            return scales_a.read(number) + scales_b.read(number)
 
         # Prologue: fill every stage; the first fragments once tile 0 has landed.
         # Preshuffled tiles of b among those of a as in the loop: a wait there leaves so many loads in flight.
@@ -149,10 +151,11 @@ def build(spec, fmt, epi):
         in_flight = (geo.num_stages - 1) * geo.loads_per_tile
         wait_loads(in_flight=in_flight + (geo.b_loads if b_ahead and first_b >= 0 else 0))
         barrier()
-        frag_a, frag_b, scale = read_fragments(fx.Int32(0), fx.Int32(0), 0)
+        frag_a, frag_b = read_fragments(fx.Int32(0), 0)
+        scale = read_scales(fx.Int32(0))
 
-        # Main loop, tiles_per_step K tiles a step. State: stage of tile k, its first fragments and their scales, the
-        # accumulators.
+        # Main loop, tiles_per_step K tiles a step. State: stage of tile k, its first fragments, the scales of its first slices,
+        # the accumulators.
         num_steps = num_tiles(K - k_first, step_k)
         counts = [fragments_a.values, values_b, num_scales, len(ahead) * geo.frags_n]
         state = [fx.Int32(0)] + frag_a + frag_b + scale + [value for each in ahead for value in each] + mma.zero()
@@ -169,8 +172,13 @@ def build(spec, fmt, epi):
                 next_stage = (stage == geo.num_stages - 1).select(fx.Int32(0), stage + 1)
                 for k_slice in fx.range_constexpr(geo.num_slices):
                     k_tile = fx.Int32(step) * geo.tiles_per_step + k_tile_of_step
+                    slice_of_step = k_tile_of_step * geo.num_slices + k_slice
+                    # Scales: of slices of 128 k, and read once for several.
+                    number = k_tile * (geo.num_slices // slices_of_b) + k_slice // slices_of_b
+                    byte = slice_of_step // slices_of_b % scales_b.slices
+                    new_scales = (slice_of_step + 1) % (slices_of_b * scales_b.slices) == 0
                     if fx.const_expr(k_slice < geo.num_slices - 1):
-                        next_a, next_b, next_scale = read_fragments(k_tile, stage, k_slice + 1, (frag_b, scale))
+                        next_a, next_b = read_fragments(stage, k_slice + 1, frag_b)
                     else:
                         wait_lds()
                         # In flight: tiles k + 1 .. k + num_stages - 1. All but the oldest may stay so. Preshuffled b: also
@@ -180,23 +188,26 @@ def build(spec, fmt, epi):
                         barrier()
                         keep_order()
                         issue_loads(k_tile + geo.num_stages, stage)
-                        next_a, next_b, next_scale = read_fragments(k_tile + 1, next_stage, 0)
-                    scale_a, scale_b = scale[: len(scales_a)], scale[len(scales_a) :]
-                    slice_of_step = k_tile_of_step * geo.num_slices + k_slice
+                        next_a, next_b = read_fragments(next_stage, 0)
+                    next_scale = read_scales(number + 1) if new_scales else []
+                    if fx.const_expr(slice_of_step % (slices_of_b * scales_b.slices) == 0):
+                        scale_a = scales_a.sort(scale[: len(scales_a)], number)
+                        scale_b = scales_b.sort(scale[len(scales_a) :], number)
                     multiplied_b = fragments_b.sort(frag_b) if through_lds else ahead[slice_of_step]
                     if fx.const_expr(dequantized):
                         word = k_slice % slices_of_b
                         multiplied_b = [
-                            e2m1.scaled_eight(codes[word], each[0]) for codes, each in zip(multiplied_b, scale_b)
+                            e2m1.scaled_eight(codes[word], (fx.Uint32(each[0]) >> 8 * byte) & 255)
+                            for codes, each in zip(multiplied_b, scale_b)
                         ]
                         acc = mma.step(fragments_a.sort(frag_a), multiplied_b, acc)
                     elif fx.const_expr(scaling == "128"):
                         acc = mma.fold(frag_a, multiplied_b, acc, scale_a, scale_b[0])
                     else:
-                        acc = mma.step(fragments_a.sort(frag_a), multiplied_b, acc, scale_a, scale_b)
+                        acc = mma.step(fragments_a.sort(frag_a), multiplied_b, acc, scale_a, scale_b, byte)
                     loads = geo.loads_per_tile - (geo.b_loads if b_ahead else 0) if k_slice == geo.num_slices - 1 else 0
                     new_b = (k_slice + 1) % slices_of_b == 0
-                    reads = fragments_a.reads + (reads_b + num_scales if new_b else 0)
+                    reads = fragments_a.reads + (reads_b if new_b else 0) + (num_scales if new_scales else 0)
                     interleave(mma.instructions, loads=loads, reads=reads)
                     # Multiplications of one slice stay with its reads: behind the barrier they would hold it up.
                     keep_order()

@@ -91,7 +91,7 @@ def build(spec, fmt, epi):
         mma = WaveMma(fmt, ARCH, frags_m, frags_n)
         scales = BlockScales(geo, shared, arguments, m0, n0, lane, wave)
         scale_readers = {
-            (name, half): scales.reader(name, wave_part * tiles[name].split * 2 + half * tiles[name].split, count)
+            (name, half): scales.reader(name, (wave_part * 2 + half) * tiles[name].split, count, 2)
             for name, wave_part, count in (("a", wave_m, frags_m), ("b", wave_n, frags_n))
             for half in (0, 1)
         }
@@ -111,22 +111,26 @@ def build(spec, fmt, epi):
             load_direct(sources[name, half], lds[name], slot_offset(name, half, tile % NUM_STAGES), k0, own)
 
         def read_fragments(k_tile, half_index):
-            """Fragments, and behind them their scales."""
+            """Fragments, and behind those of a step's first tile the scales of the step."""
             name, half = ORDER[half_index % 4]
             fragments = readers[name].read(lds[name], slot_offset(name, half, half_index // 4 % NUM_STAGES), 0)
-            return fragments + scale_readers[name, half].read(k_tile + half_index // 4)
+            scales_too = half_index // 4 % 2 == 0
+            return fragments + (scale_readers[name, half].read(k_tile + half_index // 4) if scales_too else [])
 
-        def multiply(values_a, values_b, acc, half_a, half_b):
-            (frag_a, scale_a), (frag_b, scale_b) = (
-                (values[:count], values[count:]) for values, count in ((values_a, frags_m), (values_b, frags_n))
-            )
+        def sort_scales(held, halves, k_tile):
+            counts = {"a": frags_m, "b": frags_n}
+            return {half: scale_readers[half].sort(held[half][counts[half[0]] :], k_tile) for half in halves}
+
+        def multiply(held, words, byte, acc, half_a, half_b):
+            frag_a, frag_b = held["a", half_a][:frags_m], held["b", half_b][:frags_n]
+            scale_a, scale_b = words["a", half_a], words["b", half_b]
             where = [
                 (half_a * frags_m + i) * geo.frags_n + half_b * frags_n + j
                 for i in range(frags_m)
                 for j in range(frags_n)
             ]
             acc = list(acc)
-            products = mma.step(frag_a, frag_b, [acc[at] for at in where], scale_a, scale_b)
+            products = mma.step(frag_a, frag_b, [acc[at] for at in where], scale_a, scale_b, byte)
             for at, value in zip(where, products, strict=True):
                 acc[at] = value
             return acc
@@ -143,7 +147,7 @@ def build(spec, fmt, epi):
         barrier()
         issue_loads(fx.Int32(0), NUM_HALVES)
 
-        # Main loop, two K tiles a step. State: fragments of halves a0 and b0, the accumulators.
+        # Main loop, two K tiles a step. State: fragments and scales of halves a0 and b0, the accumulators.
         num_steps = num_tiles(K, geo.tile_k * 2)
         zero = [fx.Vector.filled(4, 0.0, fx.Float32) for _ in range(geo.frags_m * geo.frags_n)]
         state = first_a + first_b + zero
@@ -152,6 +156,7 @@ def build(spec, fmt, epi):
             held = {("a", 0): values[:count_a], ("b", 0): values[count_a : count_a + count_b]}
             acc = values[count_a + count_b :]
             k_tile = fx.Int32(step) * 2
+            words = {}
             for tile in fx.range_constexpr(2):
                 coming = {}
                 for phase in fx.range_constexpr(4):
@@ -169,11 +174,15 @@ def build(spec, fmt, epi):
                     else:
                         coming[name, half] = read_fragments(k_tile, index + 2)
                     half_a, half_b = QUADRANTS[phase]
-                    acc = multiply(held["a", half_a], held["b", half_b], acc, half_a, half_b)
+                    if fx.const_expr(tile == 0):
+                        first_used = [each for each in (("a", half_a), ("b", half_b)) if each not in words]
+                        words = words | sort_scales(held, first_used, k_tile)
+                    acc = multiply(held, words, tile, acc, half_a, half_b)
+                    scales_too = (index + 2) // 4 % 2 == 0
                     interleave(
                         mma.instructions,
                         loads=loads[ORDER[(phase + 1) % 4][0]],
-                        reads=readers[name].reads + num_scales[name],
+                        reads=readers[name].reads + (num_scales[name] if scales_too else 0),
                     )
                     # Multiplications of one phase stay with its reads: behind the barrier they would hold it up.
                     keep_order()
