@@ -63,9 +63,10 @@ REST = [
     for i in range(len(candidates(problem_of(arch, kind), arch)))
     if (arch, kind, i) not in QUICK
 ]
-ALL = [pytest.param(*case, marks=() if case[2] == 0 else pytest.mark.slow) for case in QUICK] + [
-    pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for case in REST
-]
+ALL = [
+    pytest.param(*case, marks=() if case[2] == 0 and case[:2] != ("gfx950", "wgrad") else pytest.mark.slow)
+    for case in QUICK
+] + [pytest.param(*case, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for case in REST]
 
 
 @functools.cache

@@ -315,7 +315,12 @@ def compiled(**fields):
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"out_dtype": BF16, "bias_dtype": BF16, "activation": "gelu", "accumulate": True}],
+    [
+        {},
+        pytest.param(
+            {"out_dtype": BF16, "bias_dtype": BF16, "activation": "gelu", "accumulate": True}, marks=pytest.mark.slow
+        ),
+    ],
     ids=["plain", "epilogue"],
 )
 def test_what_the_compiler_makes_of_it(fields):

@@ -189,7 +189,7 @@ def test_dequantized(layout, index):
 @pytest.mark.parametrize(
     "index", [0, *(pytest.param(i, marks=(pytest.mark.slow, pytest.mark.exhaustive)) for i in range(1, 4))]
 )
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ["gfx950", pytest.param("gfx942", marks=pytest.mark.slow)])
 def test_wide_scales(arch, index):
     """Scales of 128 k by software: one of a for each fragment and block, one of b; nothing in AGPRs, which vector instructions
     do not reach."""

@@ -38,6 +38,7 @@ def test_dense(tmp_path: Path) -> None:
     assert again["losses"]["mxfp8"][0] == losses["mxfp8"][0]
 
 
+@pytest.mark.slow
 def test_mixture_of_experts(tmp_path: Path) -> None:
     _, record = run(tmp_path, "--steps", "8", "--every", "0", "--recipes", "bf16,mxfp8", "--moe")
     for values in record["losses"].values():
