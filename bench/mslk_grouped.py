@@ -174,20 +174,20 @@ def mslk(paths: dict[str, str], arch: str, tile: tuple[int, int], preshuffled: b
     return facts(deep, difference(deep.main_loop, shallow.main_loop), blocks, lost, sizes)
 
 
-def ours(arch: str, tile: tuple[int, int], preshuffled: bool) -> dict[str, Any] | None:
+def ours(arch: str, tile: tuple[int, int], preshuffled: bool) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The tile, and its facts: the one asked for, or that of as many rows which there is."""
     codes = FLOAT8[arch][0]
     G, N = WEIGHTS
     problem = GroupedProblem(
         G, 4096, N, DEPTHS[1], "rows", "TN", codes, codes, torch.bfloat16, device_type="cuda", a_scaling="1x128",
         b_scaling="128x128", a_scale_layout="groups", b_preshuffled=preshuffled,
     )  # fmt: skip
-    config = next((c for c in candidates(problem, arch) if (c.tile_m, c.tile_n) == tile), None)
-    if config is None:
-        return None
+    config = min(candidates(problem, arch), key=lambda c: (c.tile_m != tile[0], c.tile_n != tile[1]))
     kernel = compile_grouped_isa(problem, config, arch)
     size = len(kernel.code_object or b"")
     lost = extra_lds_cycles(problem, config, arch)
-    return facts(kernel, kernel.main_loop, kernel.main_loop.k // BLOCK, lost, dict.fromkeys(DEPTHS, size))
+    found = facts(kernel, kernel.main_loop, kernel.main_loop.k // BLOCK, lost, dict.fromkeys(DEPTHS, size))
+    return (config.tile_m, config.tile_n), found
 
 
 def main() -> None:
@@ -214,16 +214,14 @@ def main() -> None:
     for arch in given.arch or ARCHS:
         for tile in TILES:
             for preshuffled in (False, True):
-                for whose, made in (
-                    ("MSLK", mslk(paths, arch, tile, preshuffled)),
+                for whose, (shape, made) in (
+                    ("MSLK", (tile, mslk(paths, arch, tile, preshuffled))),
                     ("fourwave", ours(arch, tile, preshuffled)),
                 ):
-                    if made is None:
-                        continue
                     name = {
                         "arch": arch,
                         "kernel": whose,
-                        "tile": f"{tile[0]}x{tile[1]}",
+                        "tile": f"{shape[0]}x{shape[1]}",
                         "b": "preshuffled" if preshuffled else "plain",
                     }
                     rows.append(name | made)

@@ -34,7 +34,7 @@ def many(seed: int, groups: int, most: int) -> tuple[int, ...]:
     return tuple(source.choice((0, 1, 2, source.randrange(most + 1))) for _ in range(groups))
 
 
-# Issue "must show" 1; small ones first.
+# Two and three groups, decode, many rows, odd and empty groups, hundreds of them.
 SIZES: dict[str, tuple[int, ...]] = {
     "two": (128, 64),
     "three": (512, 256, 128),
