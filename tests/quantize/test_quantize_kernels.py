@@ -35,13 +35,29 @@ def assert_right(case: QuantizeCase, arch: str) -> None:
     assert result.passed, f"{case}: {result.problems}"
 
 
-@every_arch
-@pytest.mark.parametrize("case", [case for case in QUANTIZE_CASES if case.format != "mxfp4"], ids=str)
+FNUZ = [case for case in QUANTIZE_CASES if case.format.startswith("fp8")][::2]
+
+
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    [
+        # gfx942 in quick tests: the codes that it reads, where FNUZ has the case.
+        pytest.param(
+            case,
+            arch,
+            id=f"{case}-{arch}",
+            marks=pytest.mark.slow if "_e5m2" in case.format[4:] or (arch == "gfx942" and case in FNUZ) else (),
+        )
+        for case in QUANTIZE_CASES
+        for arch in amd.ARCHS
+        if case.format != "mxfp4"
+    ],
+)
 def test_cases(case: QuantizeCase, arch: str) -> None:
     assert_right(case, arch)
 
 
-@pytest.mark.parametrize("case", [c for c in QUANTIZE_CASES if c.format.startswith("fp8")][::2], ids=str)
+@pytest.mark.parametrize("case", FNUZ, ids=str)
 def test_fnuz_cases(case: QuantizeCase) -> None:
     assert_right(dataclasses.replace(case, fnuz=True), "gfx942")
 
