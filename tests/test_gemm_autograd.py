@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -172,3 +174,20 @@ def test_flops_are_counted(backend: str, layout: str) -> None:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         fw.gemm(a, b, trans_a=trans_a, trans_b=trans_b, out=y.detach(), backend=backend)
     assert counter.get_total_flops() == 2 * m * n * k
+
+
+def test_tensors_without_memory_give_shapes() -> None:
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, device="meta")
+
+    a, b = empty(2, 3, 32), empty(5, 32)
+    for y in (fw.gemm(a, b), fw.gemm(a, b, out=empty(2, 3, 5)), fw.gemm(a, b, bias=empty(5), activation="relu")):
+        assert y.is_meta and y.shape == (2, 3, 5)
+    quantized: Any = fw.gemm(a[0], b, out_format="mxfp8_e4m3")
+    assert quantized.data.is_meta and quantized.shape == (3, 5)
+    with pytest.raises(ValueError, match="on cpu"):
+        fw.gemm(a, torch.empty(5, 32))
+    with pytest.raises(ValueError, match="on cpu"):
+        fw.gemm(a, b, bias=torch.empty(5))
+    groups = fw.grouped_gemm(a[0], empty(2, 8, 32), torch.tensor([1, 2], device="meta"))
+    assert groups.is_meta and groups.shape == (3, 8)

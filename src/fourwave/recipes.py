@@ -126,8 +126,12 @@ class DelayedScaling(Recipe):
         _choose("fp8_format", self.fp8_format, (E4M3, HYBRID))
         if not callable(self.amax_compute_algo):
             _choose("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
-        if self.amax_history_len < 1:
-            raise ValueError(f"amax_history_len is {self.amax_history_len}; it must be at least 1")
+        for name, least in (("amax_history_len", 1), ("margin", None)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or (least is not None and value < least):
+                raise ValueError(
+                    f"{name} is {value!r}; it must be an integer" + ("" if least is None else f" of at least {least}")
+                )
 
     @property
     def plan(self) -> Plan:

@@ -3,6 +3,7 @@ gradients and batches, torch.autocast."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -139,9 +140,10 @@ def test_grouped_linear_is_one_linear_for_each_group(recipe: str, sizes: list[in
         y = module(x, torch.tensor(sizes))
     dx, dw, db = grads(y, g, x, module.weight, module.bias)
     plan = RECIPES[recipe].plan
+    used = torch.arange(rows)[:, None] < sum(sizes)  # the module reads zeros past the last group
 
     def values(t: torch.Tensor, name: str | None, direction: str) -> torch.Tensor:
-        t = t.detach()
+        t = t.detach() if t.dim() == 3 else t.detach() * used
         if name is None:
             return t.double()
         rule = None if plan.delayed else plan.mx_rule if FORMATS[name].is_mx else plan.block_rule
@@ -172,6 +174,28 @@ def test_grouped_linear_is_one_linear_for_each_group(recipe: str, sizes: list[in
 
 
 MIXES = [(x, w, b) for x in (False, True) for w in (False, True) for b in (False, True)]
+
+
+@pytest.mark.parametrize("rest", [math.nan, math.inf, 1e30])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_past_the_last_group_do_not_matter(recipe: str, rest: float) -> None:
+    """MoE buffers are made for the most rows that may come: what the others hold reaches no result and no scale."""
+    sizes, rows = torch.tensor([10, 0, 25]), 35
+    results = []
+    for fill in (0.0, rest):
+        torch.manual_seed(0)
+        module = fnn.GroupedLinear(3, 128, 256, recipe=RECIPES[recipe])
+        x, dy = randn(48, 128, seed=1), randn(48, 256, seed=2)
+        x[rows:] = fill
+        dy[rows:] = fill
+        x.requires_grad_()
+        y = module(x, sizes)
+        y.backward(dy)
+        assert not y[rows:].any() and x.grad is not None and not x.grad[rows:].any()
+        results.append([y, x.grad, *(p.grad for p in module.parameters()), *module.buffers()])
+    assert len(results[0]) == (6 if recipe == "delayed" else 4)
+    for zeros, other in zip(*results, strict=True):
+        assert other is not None and zeros is not None and other.isfinite().all() and torch.equal(zeros, other)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -370,8 +394,12 @@ def test_a_weight_changed_before_the_backward_pass_is_an_error_or_harmless() -> 
 
 def test_bad_input_is_told() -> None:
     linear, x = fnn.Linear(64, 96), randn(5, 32)
-    with pytest.raises(ValueError, match="last dimension must be 64"):
-        linear(x)
+    for wrong in (x, torch.tensor(1.0)):
+        with pytest.raises(ValueError, match="last dimension must be 64"):
+            linear(wrong)
+    for options in ({"amax_history_len": 4.5}, {"amax_history_len": 0}, {"margin": "x"}):
+        with pytest.raises(ValueError, match="must be an integer"):
+            R.DelayedScaling(**options)  # type: ignore[arg-type]
     for module in (fnn.LayerNormLinear(64, 96), fnn.LayerNormMLP(64, 96)):
         with pytest.raises(ValueError, match="last dimension must be 64"):
             module(x)
@@ -382,6 +410,8 @@ def test_bad_input_is_told() -> None:
     grouped = fnn.GroupedLinear(2, 64, 96)
     with pytest.raises(ValueError, match="m_sizes"):
         grouped(randn(5, 64), torch.tensor([5]))
+    with pytest.raises(ValueError, match="m_sizes is a list"):
+        grouped(randn(5, 64), [2, 3])
     with pytest.raises(ValueError, match="rows of all groups"):
         grouped(x, torch.tensor([2, 3]))
     with pytest.raises(ValueError, match="straddle groups"), fw.autocast(recipe=R.MXFP8()):
@@ -390,6 +420,14 @@ def test_bad_input_is_told() -> None:
         leaf = randn(2, 64).requires_grad_()
         (dx,) = torch.autograd.grad(linear(leaf).square().sum(), leaf, create_graph=True)
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tensors_without_memory(recipe: str) -> None:
+    for module in (fnn.Linear(64, 96), fnn.LayerNormMLP(64, 128, activation="gelu")):
+        with fw.autocast(recipe=RECIPES[recipe]):
+            y = module.to("meta")(torch.randn(32, 64, device="meta"))
+        assert y.is_meta and y.shape == (32, 96 if isinstance(module, fnn.Linear) else 64)
 
 
 def test_initial_values_are_those_of_nn_linear() -> None:

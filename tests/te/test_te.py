@@ -241,3 +241,13 @@ def test_initial_values_norms_and_checkpoint() -> None:
         grads.append(torch.autograd.grad(y.square().sum(), [x, *each.parameters()]))
     for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)
+
+
+def test_splits_and_outputs_that_do_not_fit() -> None:
+    grouped, x = te.GroupedLinear(3, 64, 64), torch.ones(8, 64)
+    for splits in ([3, 0, 6], [3, -1, 6], [3.0, 0.0, 5.0]):
+        with pytest.raises(ValueError, match="sum to the 8 rows"):
+            grouped(x, splits)  # type: ignore[arg-type]
+    assert torch.equal(grouped(x, [3, 0, 5]), grouped(x, torch.tensor([3, 0, 5])))
+    with pytest.raises(ValueError, match="2 pairs of matrices and 1 outputs"):
+        te.general_grouped_gemm([x, x], [x, x], [torch.empty(8, 8)], [None] * 2, torch.float32)

@@ -48,7 +48,11 @@ class Call(NamedTuple):
 def compute_dtype(x: Tensor) -> torch.dtype:
     """torch.autocast's type where it is on, else x's."""
     kind = x.device.type
-    if torch.is_autocast_enabled(kind) and x.dtype in (torch.float32, torch.float16, torch.bfloat16):
+    if (
+        torch.amp.is_autocast_available(kind)
+        and torch.is_autocast_enabled(kind)
+        and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    ):
         return torch.get_autocast_dtype(kind)
     return x.dtype
 

@@ -59,11 +59,15 @@ class GroupedLinear(LinearBase):
             reset_linear(self.weight[g], None if self.bias is None else self.bias[g], self.init_method)
 
     def forward(self, x: Tensor, m_sizes: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """x [M, in_features], rows of group 0 first -> [M, out_features]; rows past the last group are zeros.
+        """x [M, in_features], rows of group 0 first -> [M, out_features]; rows past the last group are zeros, whatever x
+        and the gradient hold there.
 
         m_sizes  [num_groups] int32 or int64 on x's device, rows of each group, 0 included; a GPU's are never read on the host
         is_first_microbatch  see Linear.forward
         """
+        for name, t in (("x", x), ("m_sizes", m_sizes)):
+            if not isinstance(t, Tensor):
+                raise ValueError(f"{name} is a {type(t).__name__}; it must be a tensor")
         if x.dim() != 2 or x.shape[1] != self.in_features:
             raise ValueError(f"x is {tuple(x.shape)}; it must be [M, {self.in_features}], the rows of all groups")
         if m_sizes.shape != (self.num_groups,):
@@ -124,6 +128,8 @@ class _Grouped(torch.autograd.Function):
         if plan.delayed:
             assert scales is not None
             x_scale, w_scale = scales[INPUT, 0], scales[WEIGHT, 0]
+        if plan.x is not None or plan.x_t is not None or call.observe:
+            x = _without_the_rest(x, m_sizes)
         xs = pair(x, plan.x, plan.x_t, plan, need_row=True, need_col=call.need_w, scale=x_scale, **options)
         ws = cached
         if ws is None:
@@ -158,6 +164,8 @@ class _Grouped(torch.autograd.Function):
         x_col = None if x_meta is None else unpack(x_meta, saved)
         w_col = None if w_meta is None else unpack(w_meta, saved)
         dz = dy.to(call.dtype)
+        if plan.g is not None or plan.g_t is not None or call.observe:
+            dz = _without_the_rest(dz, m_sizes)
         gs = pair(
             dz, plan.g, plan.g_t, plan, need_row=call.need_x, need_col=call.need_w,
             scale=saved[0][GRAD, 0] if plan.delayed else None, fnuz=call.fnuz, backend=call.backend, observe=call.observe,
@@ -188,6 +196,13 @@ class _Grouped(torch.autograd.Function):
         if ctx.main_grad is not None:
             dw = _told(ctx.weight)
         return dx, dw, db, None, None, None, None, None, None, None, None
+
+
+def _without_the_rest(t: Tensor, m_sizes: Tensor) -> Tensor:
+    """t [M, any] with zeros in the rows past the last group: scales of the tensor, or of blocks that begin in a group, do not
+    see what a buffer made for more rows holds there."""
+    past = torch.arange(t.shape[0], device=t.device) >= m_sizes.sum()
+    return t.masked_fill(past.unsqueeze(1), 0)
 
 
 class _GroupedWgrad:

@@ -55,7 +55,7 @@ class LinearBase(QuantizedModule):
         """act(x @ weight.T + bias) with the parameter called `name`."""
         weight, cached, main_grad, overwrite = self._weight(name, x, step, slot, is_first_microbatch)
         columns = self._stored[name].shape[1] if name in self._stored else weight.shape[1]
-        if x.shape[-1] != columns:
+        if x.dim() == 0 or x.shape[-1] != columns:
             raise ValueError(
                 f"x is {tuple(x.shape)}; its last dimension must be {columns}, the input features of {name}"
             )

@@ -125,6 +125,8 @@ def general_grouped_gemm(
         parts = list(out[0].split([int(m) for m in m_splits]))
     else:
         parts = list(out)
+    if len(parts) != len(A):
+        raise ValueError(f"{len(A)} pairs of matrices and {len(parts)} outputs")
     biases: list[Tensor | None] = []
     inputs: list[Tensor | None] = []
     for i, (a, b, part) in enumerate(zip(A, B, parts, strict=True)):

@@ -173,6 +173,11 @@ class GroupedLinear(fnn.GroupedLinear):
     ) -> Tensor:  # fmt: skip
         """m_splits: a list is copied to the device; int32 and int64 tensors there are taken as they are."""
         if not isinstance(m_splits, Tensor):
+            total = inp.numel() // inp.shape[-1] if inp.numel() else 0
+            if any(type(size) is not int or size < 0 for size in m_splits) or sum(m_splits) != total:
+                raise ValueError(
+                    f"m_splits is {m_splits}; it must be integers from 0 on that sum to the {total} rows of inp"
+                )
             m_splits = torch.tensor(m_splits, dtype=torch.int64)
         rows = inp.reshape(-1, inp.shape[-1]) if inp.numel() else inp.reshape(0, inp.shape[-1])
         y = super().forward(rows, m_splits.to(inp.device, non_blocking=True), is_first_microbatch)

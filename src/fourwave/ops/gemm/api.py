@@ -403,6 +403,6 @@ def _needs_operator(tensors: tuple[Tensor | None, ...]) -> bool:
         return True
     grad = torch.is_grad_enabled()
     for t in tensors:
-        if t is not None and (type(t) not in PLAIN or (grad and t.requires_grad)):
+        if t is not None and (type(t) not in PLAIN or t.is_meta or (grad and t.requires_grad)):
             return True
     return False

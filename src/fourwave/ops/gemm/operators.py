@@ -66,6 +66,8 @@ def _gemm_fake(
 def _result_shape(
     a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool, activation: str | None
 ) -> tuple[int, ...]:
+    if a.device != b.device:
+        raise ValueError(f"a is on {a.device} and b on {b.device}; both must be on one device")
     shape, _ = product_shape(a, b, trans_a, trans_b)
     check_epilogue(shape, bias, activation, a.device)
     return (*shape[:-1], shape[-1] // 2) if activation == SWIGLU else shape

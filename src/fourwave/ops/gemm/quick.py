@@ -70,6 +70,8 @@ def quick(
         entry = _entries.get(key)
     except TypeError:  # an option of a type that nobody takes
         return None
+    if entry is None and a.is_meta:
+        return None
     if entry is None or _logger.isEnabledFor(logging.DEBUG):
         args = Arguments(
             a, b, out, bias, alpha=alpha, trans_a=trans_a, trans_b=trans_b, out_dtype=out_dtype, activation=activation,

@@ -312,7 +312,11 @@ def _call(args: GroupedArguments, check_sizes: bool) -> Tensor:
 
 def _needs_operator(*tensors: Tensor | None) -> bool:
     """Whether something other than plain eager execution has to see the call as one operator."""
-    if is_special() or has_tangent(tensors) or any(t is not None and type(t) not in PLAIN for t in tensors):
+    if (
+        is_special()
+        or has_tangent(tensors)
+        or any(t is not None and (type(t) not in PLAIN or t.is_meta) for t in tensors)
+    ):
         return True
     return torch.is_grad_enabled() and requires_grad(tensors)
 
