@@ -98,7 +98,7 @@ REDUNDANT: tuple[Redundant, ...] = (
         "the ones that rows are multiplied with for their sums have one scale in all bytes",
     ),
     Redundant(
-        "counter one higher",
+        "counter (one higher|dropped)",
         "gfx1250.py",
         "tdm.wait_lds()",
         r"gfx1250 gemm .*(bf16| NN | NT )",

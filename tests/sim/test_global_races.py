@@ -293,3 +293,33 @@ def test_a_store_to_memory_that_is_mapped_read_only_is_found(arch: str) -> None:
     finding = only(launch(program, y, readable, block=block, expect="memory"))
     assert "read-only" in finding.message and finding.count == block
     assert not readable.any()
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("size", ["i8", "i32", "vector<4xi32>"])
+@pytest.mark.parametrize("arch", sim.ARCHS)
+def test_waves_that_store_equal_bytes_do_not_race(arch: str, size: str, same: bool) -> None:
+    """A uniform value, stored by every lane of two waves: defined. The wave's number: not."""
+    lanes = 32 if arch == "gfx1250" else 64
+    body = f"""
+  %tid = rocdl.workitem.id.x : i32
+  %lanes = llvm.mlir.constant({lanes} : i32) : i32
+  %wave = llvm.udiv %tid, %lanes : i32
+  %seven = llvm.mlir.constant(7 : i32) : i32
+  %zero = llvm.mlir.constant(0 : i32) : i32
+"""
+    value = "%seven" if same else "%wave"
+    if size == "i32":
+        body += f"  llvm.store {value}, %y : i32, !llvm.ptr<1>"
+    elif size == "i8":
+        body += f"  %v = llvm.trunc {value} : i32 to i8\n  llvm.store %v, %y : i8, !llvm.ptr<1>"
+    else:  # only the last dword differs
+        body += "  %three = llvm.mlir.constant(3 : i32) : i32\n  %z = llvm.mlir.constant(dense<9> : vector<4xi32>) : vector<4xi32>\n"
+        body += f"  %v = llvm.insertelement {value}, %z[%three : i32] : vector<4xi32>\n  llvm.store %v, %y : vector<4xi32>, !llvm.ptr<1>"
+    memory = np.zeros(64, np.uint8)
+    memory = memory[-memory.ctypes.data % 16 :]
+    report = launch(
+        lower(body, "%y: !llvm.ptr<1>", arch=arch), memory, block=2 * lanes, expect="" if same else "global"
+    )
+    if not same:
+        assert "another wave of the workgroup wrote" in only(report).message

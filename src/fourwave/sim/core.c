@@ -285,7 +285,8 @@ static void read_before(Group *g, Wave *w, u64 address, u32 bytes, i32 lane, i32
     }
 }
 
-static inline void global_write_check(Group *g, Wave *w, u64 address, u32 bytes, i32 lane, i32 line) {
+/* value: the bytes that are about to be stored. Waves of one workgroup that store the same (a uniform value, by all) do not race. */
+static inline void global_write_check(Group *g, Wave *w, u64 address, u32 bytes, const uint8_t *value, i32 lane, i32 line) {
     Allocation *a = g->last;
     if (!a->writers) return;
     a->written = 1;
@@ -294,11 +295,18 @@ static inline void global_write_check(Group *g, Wave *w, u64 address, u32 bytes,
         u64 mask = (15u << first) & (15u >> (4 - last)), *word = &a->writers[(at - (a->lo & ~3ull)) >> 2], old = *word, mine = writer_word(g, w, mask);
         if (old & mask) {
             if (old >> 32 != mine >> 32) report(g, F_GLOBAL, line, w, lane, at, -1, -1, 0);
-            else if ((old >> 26 & 63) != (mine >> 26 & 63) && (old >> 4 & 0x3fffff) == (w->epoch & 0x3fffff)) report(g, F_GLOBAL, line, w, lane, at, (i32)(old >> 26 & 63), -1, 1);
+            else if ((old >> 26 & 63) != (mine >> 26 & 63) && (old >> 4 & 0x3fffff) == (w->epoch & 0x3fffff)
+                     && memcmp((const uint8_t *)(uintptr_t)(at + first), value + (at + first - address), last - first))
+                report(g, F_GLOBAL, line, w, lane, at, (i32)(old >> 26 & 63), -1, 1);
         }
         *word = old >> 4 == mine >> 4 ? old | mask : mine;
     }
     if (a->read) read_before(g, w, address, bytes, lane, line);
+}
+
+/* A lane's dwords, one after the other; 64: what `dest` of run_wave has room for. */
+static inline void gather(uint8_t value[256], u32 *const *registers, i32 n, i32 lane) {
+    for (i32 i = 0; i < n; i++) memcpy(value + 4 * i, &registers[i][lane], 4);
 }
 
 /* After a plain store of the lanes: a lane whose bytes did not stay, since another lane's went to the same place. */
@@ -543,59 +551,9 @@ static void carry_reads(Group *g, Wave *w) {
     }
 }
 
-/* Lanes that ds_read_b128 serves together, as measured by others: blocks/flydsl/tiles.py says by whom. Each row of 16 (64 banks) or 8 lanes is a
- * group; the same again 32 lanes on. */
-static const int8_t B128_LANES[2][32] = {
-    {0, 1, 2, 3, 20, 21, 22, 23, 4, 5, 6, 7, 16, 17, 18, 19, 8, 9, 10, 11, 28, 29, 30, 31, 12, 13, 14, 15, 24, 25, 26, 27},
-    {0, 1, 2, 3, 12, 13, 14, 15, 20, 21, 22, 23, 24, 25, 26, 27, 4, 5, 6, 7, 8, 9, 10, 11, 16, 17, 18, 19, 28, 29, 30, 31},
-};
-
-/* Lanes of an LDS read are served in groups; count the cycles a group needs (banks are 4 bytes wide) and the least possible. Lanes of narrower
- * reads, and gfx1250's, are taken in order. */
-static void count_banks(Group *g, const u32 *address, u64 exec, i32 bytes) {
-    i32 banks = g->launch->lds_banks, per_cycle = banks * 4 / (bytes > 8 ? 16 : bytes); /* 0 banks: not counted */
-    if (!banks || bytes < 4) return;
-    if (per_cycle > W) per_cycle = W;
-    u32 rows[64][W]; /* distinct bank rows seen, per bank */
-    for (i32 first = 0; first < W; first += per_cycle) {
-        uint8_t depth[64] = {0};
-        i32 worst = 0;
-        for (i32 place = first; place < first + per_cycle; place++) {
-            i32 lane = bytes > 8 && W == 64 ? (place & 32) + B128_LANES[banks == 64][place & 31] : place;
-            if (!(exec >> lane & 1)) continue;
-            for (i32 b = 0; b < bytes; b += 4) {
-                u32 word = (address[lane] + b) >> 2, bank = word % banks, row = word / banks;
-                i32 i = 0;
-                while (i < depth[bank] && rows[bank][i] != row) i++;
-                if (i == depth[bank]) { rows[bank][i] = row; depth[bank]++; if (depth[bank] > worst) worst = depth[bank]; }
-            }
-        }
-        g->counters[C_LDS_READ_CYCLES] += worst;
-        g->counters[C_LDS_READ_IDEAL] += worst ? 1 : 0;
-    }
-}
-
 enum { U_NEG, U_ABS, U_SQRT, U_RCP, U_RSQ, U_EXP2, U_LOG2, U_EXP, U_LOG, U_SIN, U_COS, U_TANH, U_FLOOR, U_CEIL, U_TRUNC, U_RINT, U_ROUND, U_ERF };
 
-/* Lines of 128 bytes that one access to global memory touches, and the fewest its bytes could lie in: the L2 cache lines of
- * CDNA3 (AMD CDNA 3 white paper), taken for the other archs, too. */
-#define LINE_BYTES 128
-static void count_lines(Group *g, const u64 *address, u64 lanes, i32 bytes) {
-    if (!g->launch->lds_banks) return; /* counted with the banks */
-    u64 seen[2 * W];
-    i32 count = 0, served = 0;
-    for (i32 lane = 0; lane < W; lane++) {
-        if (!(lanes >> lane & 1)) continue;
-        served++;
-        for (u64 line = address[lane] / LINE_BYTES; line <= (address[lane] + bytes - 1) / LINE_BYTES; line++) {
-            i32 i = count - 1;
-            while (i >= 0 && seen[i] != line) i--;
-            if (i < 0) seen[count++] = line;
-        }
-    }
-    g->counters[C_GLOBAL_LINES] += count;
-    g->counters[C_GLOBAL_LINES_IDEAL] += ((u64)served * bytes + LINE_BYTES - 1) / LINE_BYTES;
-}
+#include "counters.h"
 
 static float unary(i32 which, float x) {
     switch (which) {
@@ -718,6 +676,7 @@ static void run_wave(Group *g, Wave *w) {
     const u64 full = W == 64 ? ~0ull : 0xffffffffull;
     int ordered = 0;
     u32 *dest[64];
+    uint8_t value[256];
     const u32 *src[3][64];
 
     for (;;) {
@@ -962,7 +921,7 @@ static void run_wave(Group *g, Wave *w) {
                 }
                 at[l] = x; lanes |= 1ull << l;
                 if (x & misaligned) report(g, F_MEMORY, line, w, l, x, -1, -1, 22);
-                if (ordered) {} else if (write) global_write_check(g, w, x, bytes, l, line); else global_read_check(g, w, x, bytes, l, line);
+                if (ordered) {} else if (write) { gather(value, dest, n, l); global_write_check(g, w, x, bytes, value, l, line); } else global_read_check(g, w, x, bytes, l, line);
                 if (write && L->num_outputs) output_written(L, x, bytes);
                 if (!write) load_dwords(dest, n, l, (const uint8_t *)(uintptr_t)x, bytes);
                 else if (bytes >= 4) for (i32 i = 0; i < n; i++) memcpy((uint8_t *)(uintptr_t)x + 4 * i, &dest[i][l], 4);
@@ -1005,7 +964,7 @@ static void run_wave(Group *g, Wave *w) {
                 if (inside) {
                     at[l] = x; served |= 1ull << l;
                     if (inside == (u64)bytes) whole |= 1ull << l;
-                    if (kind == OP_BUFFER_STORE) global_write_check(g, w, x, inside, l, line); else global_read_check(g, w, x, inside, l, line);
+                    if (kind == OP_BUFFER_STORE) { gather(value, dest, n, l); global_write_check(g, w, x, inside, value, l, line); } else global_read_check(g, w, x, inside, l, line);
                     if (kind == OP_BUFFER_STORE && L->num_outputs) output_written(L, x, inside);
                 }
                 if (kind == OP_BUFFER_LOAD) {

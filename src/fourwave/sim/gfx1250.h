@@ -134,7 +134,7 @@ static void begin_store(Group *g, Wave *w, uint8_t *global, u32 lds, u32 bytes, 
     if (!global || !lds_holds(g, w, lds, bytes, line, 1)) return; /* what is dropped is not read: Triton's tiles end in padding past LDS */
     u32 wave = (u32)(w - g->waves);
     if (!allowed(g, (u64)(uintptr_t)global, bytes, 1)) report(g, F_MEMORY, line, w, lane, (u64)(uintptr_t)global, -1, -1, refusal(g, (u64)(uintptr_t)global, bytes, 1));
-    else global_write_check(g, w, (u64)(uintptr_t)global, bytes, lane, line);
+    else global_write_check(g, w, (u64)(uintptr_t)global, bytes, g->lds + lds, lane, line);
     for (u32 at = lds & ~3u; at < lds + bytes; at += 4) {
         u32 n;
         for (Shadow *s = shadows(g, at, lds, lds + bytes, &n); n--; s++) {

@@ -175,7 +175,8 @@ class Orders:
 
 
 # What of the simulator decides how a lane program runs and which faults are planted in it; how it came about is in the program itself.
-_DECIDING = ("core.c", "*.h", "*.inc", "*.def", "program.py", "mutate.py", "harness.py", "launch.py", "native.py")
+# counters.h only counts.
+_DECIDING = ("core.c", "[!c]*.h", "*.inc", "*.def", "program.py", "mutate.py", "harness.py", "launch.py", "native.py")
 
 
 def _without_comments(file: Path) -> str:
@@ -223,7 +224,8 @@ def launch_fingerprint(builder: Builder, facts: dict[str, Any], launch: Simulati
             assert i.words is not None
             # The second word is the line; a jump's are its targets' places.
             targets = [number[a] for a in i.args if isinstance(a, Block)]
-            parts.append((i.op, targets) if targets else (i.words[:4], i.words[8:]))
+            words = i.words[8:12] if i.op == "BRANCH" else b"" if i.op == "JUMP" else i.words[8:]
+            parts.append((i.op, words, targets))
     addresses = {part for a in program.data for part in (a.ctypes.data & 0xFFFFFFFF, a.ctypes.data >> 32)}
     parts.append([None if int(value) in addresses else int(value) for value in program.constants])
     ranges = launch.memory.ranges

@@ -112,6 +112,16 @@ def _lds_waits(builder: Builder) -> list[Place]:
     return [p for p in places(builder, ("WAIT",)) if p[1].args[1] >= 0]
 
 
+def _counting_lds_waits(builder: Builder) -> list[Place]:
+    """Those that leave a number of LDS operations out: one higher is another count."""
+    return [p for p in places(builder, ("WAIT",)) if p[1].args[1] > 0]
+
+
+def _releases(builder: Builder) -> list[Place]:
+    """Fences that wait for something: an acquire alone does not."""
+    return [p for p in places(builder, ("FENCE",)) if p[1].args[0]]
+
+
 def _of(*ops: str) -> Callable[[Builder], list[Place]]:
     return lambda builder: places(builder, ops)
 
@@ -119,10 +129,14 @@ def _of(*ops: str) -> Callable[[Builder], list[Place]]:
 # What `faults` plants, in its order: kind of fault, where, and the edit.
 KINDS: dict[str, tuple[Callable[[Builder], list[Place]], Edit]] = {
     "barrier dropped": (_of(*_BARRIERS), _remove),
+    "barrier signal dropped": (_of("BARRIER_SIGNAL"), _remove),
+    "fence dropped": (_releases, _remove),
     "vmcnt one higher": (_vm_waits, _change(0, lambda n: n + 1)),
     "vmcnt dropped": (_vm_waits, _change(0, lambda n: -1)),
+    "lgkmcnt one higher": (_counting_lds_waits, _change(1, lambda n: n + 1)),
     "lgkmcnt dropped": (_lds_waits, _change(1, lambda n: -1)),
     "counter one higher": (_of("WAIT_COUNTER"), _change(1, lambda n: n + 1)),
+    "counter dropped": (_of("WAIT_COUNTER"), _remove),
     "LDS read 16 bytes off": (_of(*_LDS_READS), _change(0, lambda n: n + 16)),
     "LDS store 16 bytes off": (_of("LDS_STORE"), _change(0, lambda n: n + 16)),
     "LDS store dropped": (_of("LDS_STORE"), _remove),
