@@ -7,7 +7,9 @@ what a test varies beyond shapes, strides and alpha costs a compilation there, s
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -247,3 +249,15 @@ def test_gradients(target: Target) -> None:
         bound = bounds.gemm_bound(a, b, BF16, trans_a=trans_a, trans_b=False, alpha=0.5)
         bounds.assert_within(got, exact, bound)
     torch.testing.assert_close(dbias, dout2.double().sum(0).float())
+
+
+@pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
+def test_a_single_element_of_any_stride(arch: str) -> None:
+    """It counts as contiguous whatever its stride, and kernels are traced with stride 1."""
+    x = torch.randn(5, 32).bfloat16()
+    grad, bias = torch.full((8,), math.nan)[::8], torch.randn(8).bfloat16()[::8]
+    kwargs: dict[str, Any] = {"trans_a": True, "trans_b": False, "backend": f"sim:{arch}"}
+    product = fw.gemm(x[:, :1].contiguous(), x[:, 1:2].contiguous(), bias=bias, bias_grad=grad, **kwargs)
+    assert abs(float(grad) - float(x[:, 0].double().sum())) < 1e-5
+    right = fw.gemm(x[:, :1].contiguous(), x[:, 1:2].contiguous(), bias=bias.clone(), **kwargs)
+    assert torch.equal(product, right)

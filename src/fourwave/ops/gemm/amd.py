@@ -130,6 +130,11 @@ def _bytes(tensor):
     return tensor.view(1) if tensor.dim() == 0 else tensor
 
 
+def _packed(vector: torch.Tensor) -> torch.Tensor:
+    """A vector with stride 1, as kernels are traced: a single element counts as contiguous whatever its stride."""
+    return vector.as_strided((1,), (1,)) if vector.shape[0] == 1 else vector.contiguous()
+
+
 def _jit_arguments(*arguments):
     """Arguments for tracing: every extent and row stride is a run-time value, the inner stride is 1."""
     import flydsl.compiler as flyc
@@ -184,15 +189,14 @@ def run(
             targets[name] = getattr(tensors, name).clone(memory_format=torch.contiguous_format)
     vectorised = _vectorised(problem, targets.values())
     if bias is not None:
-        # A single element is contiguous whatever its stride, but the kernel is traced with stride 1.
-        bias = bias.as_strided((1,), (1,)) if problem.N == 1 else bias.contiguous()
+        bias = _packed(bias)
         if bias.data_ptr() % ALIGN_BYTES and vectorised:
             bias = bias.clone()
             notes.append(_BIAS_COPIED)
     if tensors.out_amax is not None:
         tensors.out_amax.zero_()  # the kernel's workgroups take the maximum with what is there
     if tensors.bias_grad is not None:
-        targets["bias_grad"] = tensors.bias_grad.contiguous()
+        targets["bias_grad"] = _packed(tensors.bias_grad)
     prepared = tensors._replace(**operands, bias=bias, **targets)
     workspace = None
     if config.split_k > 1:
