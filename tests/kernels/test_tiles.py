@@ -10,6 +10,7 @@ import dataclasses
 import pytest
 
 from fourwave.blocks.flydsl.tiles import LDS_BANKS, OperandTile, bank_conflicts, read_b128_groups
+from fourwave.blocks.flydsl.turned_tiles import TurnedTile
 from fourwave.ops.gemm.config import candidates, in_halves, operand_tiles
 
 LANES = range(64)
@@ -23,6 +24,14 @@ def stored_tiles(config, layout, elem_bytes, arch):
     return a, b
 
 
+def read_by_neighbours():
+    """Tiles of gfx942's grouped kernels whose K is not contiguous. (Those of its dense ones: test_turned_tiles.py.)"""
+    for elem_bytes in (1, 2):
+        for extent, waves in ((128, 2), (64, 2), (128, 4), (64, 1), (32, 1)):
+            group = min(4, extent // waves // 16)
+            yield "gfx942", OperandTile(extent, 128 // elem_bytes, False, elem_bytes, LDS_BANKS["gfx942"], group)
+
+
 TILES = sorted(
     {
         (arch, tile)
@@ -31,7 +40,9 @@ TILES = sorted(
         for config in candidates(arch, elem_bytes)
         for layout in ("TN", "NN", "NT")
         for tile in stored_tiles(config, layout, elem_bytes, arch)
-    },
+        if not isinstance(tile, TurnedTile)
+    }
+    | set(read_by_neighbours()),
     key=str,
 )
 IDS = [

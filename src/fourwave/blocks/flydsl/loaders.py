@@ -59,9 +59,7 @@ class GlobalTile:
         self.row0 = row0
         self.half = (self.rows if tile.k_contiguous else self.columns) >> 1
 
-        # Load i of thread t brings chunk t + i * WORKGROUP of the stage; a line is a power of two of chunks.
-        line = thread // tile.chunks_per_line
-        chunk = (thread % tile.chunks_per_line) ^ tile.key(line)
+        line, chunk = tile.first_chunk(thread)
         self.chunk_elem = chunk * tile.chunk_elems  # first element of this lane's chunks along a line
         lines = [line + i * tile.lines_per_load for i in range(tile.loads)]
         rows = [tile.source_row(at) for at in lines]

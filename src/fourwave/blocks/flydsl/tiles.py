@@ -5,8 +5,9 @@ Its image in LDS keeps the memory order of the operand, so that global memory is
 
   k_contiguous      [extent][tile_k]   fragments are read with ds_read_b128
   otherwise         [tile_k][extent]   gfx950: transposing reads (ds_read_b64_tr_b16, ds_read_b64_tr_b8)
-                                       gfx942, and 32-bit operands: a lane reads `group` neighbours at each k and sorts
-                                       them into as many fragments in registers
+                                       its 32-bit operands, and gfx942's grouped kernels: a lane reads `group` neighbours
+                                       at each k and sorts them into as many fragments in registers
+                                       gfx942's dense kernels: turned_tiles.py
 
 Two permutations make the reads free of bank conflicts without padding (a direct load to LDS cannot pad):
   lines   source_row: which row each LDS line holds; lines that one read touches at once are consecutive
@@ -145,6 +146,11 @@ class OperandTile:
         return None
 
     # ---- global memory <-> lines -----------------------------------------------------------------------------
+
+    def first_chunk(self, thread):
+        """(line, chunk of it in memory) of a thread's first load: load i of thread t brings chunk t + i * WORKGROUP of the stage."""
+        line = thread // self.chunks_per_line
+        return line, (thread % self.chunks_per_line) ^ self.key(line)
 
     def source_row(self, line):
         """Row of the tile (of M, N or, where K is not contiguous, of K) that LDS line `line` holds.

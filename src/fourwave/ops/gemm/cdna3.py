@@ -10,9 +10,10 @@ out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and e
 bias     [N], optional
 
 Four waves of 64 lanes compute one tile_m x tile_n tile; each wave holds its share of the accumulator in registers for
-all of K. Operand tiles go from global memory to registers and from there to swizzled LDS, in the operand's own memory
-order (blocks/flydsl/tiles.py); this machine's direct loads to LDS bring 4 bytes per lane only. Where K is not
-contiguous, a lane reads a few neighbours along M or N at each k and sorts them into fragments in registers.
+all of K. Operand tiles go from global memory to registers and from there to swizzled LDS (blocks/flydsl/tiles.py); this
+machine's direct loads to LDS bring 4 bytes per lane only. Where K is not contiguous, they are turned in registers on the
+way (turned_tiles.py), since this machine's LDS does not transpose: every access to global memory and LDS moves 16 bytes a
+lane, and K is added in the same order in all layouts.
 
 Schedule, K step k, with two LDS buffers per operand, one more tile in registers, and num_slices = tile_k / slice_k (32; 64 for 8-bit):
   slices 0 .. last - 1: read the next slice's fragments of tile k; multiply this slice's
@@ -29,8 +30,8 @@ ahead; a step of the loop goes round as many sets of registers. Each slice's set
 multiplications that were the last to read it. K is added in the same order as through LDS: the results are the same bits.
 
 Block scales: this machine's matrix unit takes none, so codes become bfloat16 between registers and LDS, exactly
-(blocks/flydsl/dequantize.py), and are multiplied as such. Where K is not contiguous, a lane writes every second chunk of a
-line: two lanes meet in a bank.
+(blocks/flydsl/dequantize.py), and are multiplied as such. Where K is contiguous, a lane writes every second chunk of a
+line: two lanes meet in a bank. Where it is not, codes are turned before they become numbers.
 
 Limits  tails in M, N and K are handled; 16-byte alignment and the row stride limit are checked in config.py and amd.py.
 Source  operand layout of V_MFMA_F32_16X16X16_BF16, V_MFMA_F32_16X16X32_FP8_FP8: AMD CDNA3 ISA guide, AMD matrix instruction calculator.
@@ -52,6 +53,7 @@ from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, lds_s
 from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
 from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
+from fourwave.blocks.flydsl.turned import TurnedCodes, TurnedColumns, TurnedFragments
 from fourwave.ops.gemm.cdna import finish, launcher
 from fourwave.ops.gemm.config import block_scaled, code_format, geometry, shuffled_ahead, split_step, wide_scaled
 
@@ -77,6 +79,18 @@ def build(spec, fmt, epi):
         }
     )
 
+    def on_its_way(tensor, scale, tile, dtype, row0, K, thread):
+        """An operand on its way to LDS."""
+        if codes:
+            kind = StagedCodes if tile.k_contiguous else TurnedCodes
+            return kind(tensor, scale, tile, code_format(dtype), row0, K, thread)
+        if tile.k_contiguous:
+            return StagedTile(GlobalTile(tensor, tile, row0, K, thread), fmt.dtype, thread)
+        return TurnedColumns(tensor, tile, tile.elem_bytes, row0, K, thread)
+
+    def fragments_of(tile, *which):
+        return (Fragments if tile.k_contiguous else TurnedFragments)(tile, *which)
+
     @flyc.kernel(known_block_size=[WORKGROUP, 1, 1])
     def gemm_cdna3(arguments):
         M, N, K = arguments.M, arguments.N, arguments.K
@@ -95,25 +109,16 @@ def build(spec, fmt, epi):
         lds_a = lds.a.ptr
         if fx.const_expr(through_lds):
             lds_b = lds.b.ptr
-        if fx.const_expr(codes):
-            staged_a = StagedCodes(
-                arguments.a, arguments.a_scale, geo.a, code_format(spec.problem.a_dtype), m0, K, thread
-            )
-            staged_b = StagedCodes(
-                arguments.b, arguments.b_scale, geo.b, code_format(spec.problem.b_dtype), n0, K, thread
-            )
-        else:
-            staged_a = StagedTile(GlobalTile(arguments.a, geo.a, m0, K, thread), fmt.dtype, thread)
-            if fx.const_expr(through_lds):
-                staged_b = StagedTile(GlobalTile(arguments.b, geo.b, n0, K, thread), fmt.dtype, thread)
-        fragments_a = Fragments(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
-        fragments_b = Fragments(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
+        staged_a = on_its_way(arguments.a, arguments.a_scale, geo.a, spec.problem.a_dtype, m0, K, thread)
+        if fx.const_expr(through_lds):
+            staged_b = on_its_way(arguments.b, arguments.b_scale, geo.b, spec.problem.b_dtype, n0, K, thread)
+        fragments_a = fragments_of(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
+        fragments_b = fragments_of(geo.b, fmt, wave_n * geo.wave_tile_n, geo.frags_n, lane)
         values_b = fragments_b.values if through_lds else 0
         if fx.const_expr(b_ahead):
             rows_b = PreshuffledRows(arguments.b, geo, n0, N, row_k, K, wave_n * geo.wave_tile_n, lane)
-        # Where both operands are sorted in registers, codes made numbers, or elements wide, spread reads cost registers that a
-        # 256 x 256 tile does not have.
-        spread = (fragments_a.sorted or fragments_b.sorted) and not codes and fmt.elem_bytes < 4
+        # Where codes are made numbers, or elements are wide, spread reads cost registers that a 256 x 256 tile does not have.
+        spread = not codes and fmt.elem_bytes < 4
         hinted_reads = fragments_a.reads + fragments_b.reads if spread else 0
         mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n, row_sums(epi, geo, wave_n))
 

@@ -21,6 +21,7 @@ from fourwave.blocks.flydsl.tiles import (
     Geometry,
     OperandTile,
 )
+from fourwave.blocks.flydsl.turned_tiles import TurnedTile
 from fourwave.ops.gemm import tuned_cdna
 from fourwave.ops.gemm.problem import PACKED_E2M1
 
@@ -436,8 +437,8 @@ def operand_tiles(
 ) -> tuple[OperandTile, OperandTile]:
     """(a, b) tiles as they lie in LDS: in the operand's memory order.
 
-    group (OperandTile): pairs of N fragments are woven where K is contiguous; gfx942 sorts up to four fragments out of
-    what it reads where K is not, of 32-bit operands either machine two.
+    group (OperandTile): pairs of N fragments are woven where K is contiguous; where it is not, up to four on gfx942, which turns
+    such tiles on their way to LDS (turned_tiles.py), and two of 32-bit operands on gfx950.
     swiglu: a wave's groups of N fragments come in turn from the two halves of b, so that it holds both factors.
     """
     banks = LDS_BANKS[arch]
@@ -447,16 +448,18 @@ def operand_tiles(
         fragments = extent // waves // 16
         if k_contiguous:
             groups: tuple[int, ...] = (2, 1) if is_b else (1,)
-        elif elem_bytes == 4:
-            groups = (2, 1)  # 8 bytes: a line's read fills the banks of gfx942
+        elif arch == "gfx942":
+            groups = (4, 2, 1)
         else:
-            groups = (4, 2, 1) if arch == "gfx942" else (1,)
+            groups = (2, 1) if elem_bytes == 4 else (1,)
         swiglu_b = swiglu and is_b
         group = next((g for g in groups if fragments % (2 * g if swiglu_b else g) == 0), 1)
         pairs = 16 * group if swiglu_b else 0
         if packed[is_b]:
             size = (extent, config.tile_k // 2) if k_contiguous else (extent // 2, config.tile_k)
             return OperandTile(*size, k_contiguous, 1, banks, group, 16, packed=True, pairs=pairs)
+        if arch == "gfx942" and not k_contiguous:
+            return TurnedTile.of(extent, config.tile_k, elem_bytes, banks, group, pairs)
         # Beside packed codes, of which a lane has 32 k in a row.
         together = 4 if elem_bytes == 2 and any(packed) else 1
         return OperandTile(
