@@ -75,8 +75,10 @@ def test_a_pipe_gets_no_colour_and_wide_lines():
 
 
 def test_json_to_a_folder_that_is_not_there_is_an_error(tmp_path):
-    result = invoke("doctor", "--json", str(tmp_path / "no" / "file.json"))
-    assert result.exit_code == 2 and "cannot write" in words(result)
+    """Told before anything ran."""
+    for command in (["doctor"], ["check", "gemm"]):
+        result = invoke(*command, "--json", str(tmp_path / "no" / "file.json"))
+        assert result.exit_code == 2 and "cannot write" in words(result) and "python" not in words(result).split()
 
 
 # doctor

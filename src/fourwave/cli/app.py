@@ -21,7 +21,21 @@ bench_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record to FILE as well.")]
+
+def _writable(path: Path | None) -> Path | None:
+    """Before the command runs: what it finds out in an hour shall not be lost then."""
+    if path is not None:
+        try:
+            path.open("a").close()
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the record to FILE as well.", callback=_writable),
+]
 
 
 def show_version(value: bool) -> None:
