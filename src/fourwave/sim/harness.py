@@ -224,8 +224,8 @@ def launch_fingerprint(builder: Builder, facts: dict[str, Any], launch: Simulati
             assert i.words is not None
             # The second word is the line; a jump's are its targets' places.
             targets = [number[a] for a in i.args if isinstance(a, Block)]
-            words = i.words[8:12] if i.op == "BRANCH" else b"" if i.op == "JUMP" else i.words[8:]
-            parts.append((i.op, words, targets))
+            own = i.words[8:12] if i.op == "BRANCH" else b"" if i.op == "JUMP" else i.words[8:]
+            parts.append((i.op, own, targets))
     addresses = {part for a in program.data for part in (a.ctypes.data & 0xFFFFFFFF, a.ctypes.data >> 32)}
     parts.append([None if int(value) in addresses else int(value) for value in program.constants])
     ranges = launch.memory.ranges
