@@ -111,6 +111,14 @@ REDUNDANT: tuple[Redundant, ...] = (
         r"gfx1250 gemm mxfp[48]( x mxfp[48])? TN ",
         "the one LDS read that may stay out is the last, of scales, whose page nothing overwrites in an even step and no epilogue reaches",
     ),
+    Redundant(
+        "counter dropped",
+        "gfx1250.py",
+        "tdm.wait_lds()",
+        r"gfx1250 gemm mxfp[48]( x mxfp[48])? TN (32|64)x256$",
+        "after 22 steps the reads still out in the drain are of stage 1, which so small an epilogue does not reach; after 24 they are of stage 0, "
+        "and the fault is found (test_faults.py)",
+    ),
 )
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import gfx1250_launches
 import pytest
 from every_kernel import ARCHS, KernelCall, calls
 from faults import forget_kernels, full_name, try_call, why_redundant
@@ -43,3 +47,26 @@ def test_every_fault_is_noticed_or_redundant(call: KernelCall) -> None:
     left = [(o.fault, o.file, o.line) for o in outcomes if o.survived and why_redundant(full_name(call), o) is None]
     print(f"{full_name(call)}: {len(outcomes)} faults")
     assert not left
+
+
+@pytest.mark.parametrize(("operands", "rows"), [("mxfp4", 32), ("mxfp8", 64)])
+def test_the_drains_wait_for_lds_reads_is_needed(operands: str, rows: int) -> None:
+    """What faults.REDUNDANT says of it: the launches there end with reads of stage 1, this one with reads of stage 0, where the epilogue begins."""
+    name = f"gemm {operands} TN {rows}x256"
+    case, config = next((case, config) for found, case, config in gfx1250_launches.kernels() if found == name)
+    assert gfx1250_launches.DEPTH == 22 * 128
+    longer = replace(case, shape=replace(case.shape, K=24 * 128))
+
+    def run() -> list[str]:
+        result = longer.run("sim:gfx1250", config=config)
+        return [] if result.passed else [str(result)]
+
+    call = KernelCall(name, "gfx1250", run)
+    wrong, outcomes = try_call(call, lambda fault: fault.name.startswith("counter dropped"), orders=False)
+    forget_kernels()
+    waits = [
+        o
+        for o in outcomes
+        if Path(o.file).name == "gfx1250.py" and "tdm.wait_lds()" in linecache.getline(o.file, o.line)
+    ]
+    assert not wrong and len(waits) >= 3 and all(o.how.startswith("finding: ") for o in waits), waits
