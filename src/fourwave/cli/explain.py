@@ -44,7 +44,7 @@ def run_explain(
     if svg and not schedule:
         out.fail("--svg goes with --schedule")
     if archs and not isa and not schedule:
-        out.fail("--arch goes with --isa; name a simulated architecture as --backend sim:gfx942")
+        out.fail(f"--arch {archs[0]} goes with --isa; for a simulated architecture say --backend sim:{archs[0]}")
     if op == "grouped":
         run_explain_grouped(sizes, groups or 32, layout, dtype, out_dtype, backend, isa, archs, json, waits)
         return
