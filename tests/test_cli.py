@@ -185,7 +185,7 @@ def test_explain_grouped_shows_what_the_compiler_made(tmp_path):
         (["gemm", "1", "2", "3", "--layout", "TT"], "choose from TN, NN, NT"),
         (["gemm", "1", "2", "3", "--dtype", "int8"], "choose from bf16, fp16, fp32"),
         (["gemm", "1", "2", "3", "--backend", "nonsense"], "nonsense"),
-        (["gemm", "1", "2", "3", "--arch", "gfx950"], "--arch goes with --isa"),
+        (["gemm", "1", "2", "3", "--arch", "gfx950"], "--arch gfx950 goes with --isa"),
         (["gemm", "--isa", "--arch", "gfx90a"], "choose from gfx950, gfx942"),
         (["gemm", "--isa", "--arch", "gfx1250"], "choose from gfx950, gfx942"),
         (["gemm", "--dtype", "mxfp4", "--schedule"], "goes with --arch gfx1250"),
