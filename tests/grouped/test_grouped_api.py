@@ -383,3 +383,17 @@ def test_sizes_of_one_group_with_any_stride(backend: str, dtype: torch.dtype) ->
     assert torch.equal(out, fw.grouped_gemm(a, w, sizes.clone(), backend=backend)) and not out[9:].any()
     dw = fw.grouped_gemm_wgrad(out, a, sizes, backend=backend)
     assert torch.equal(dw, fw.grouped_gemm_wgrad(out, a, torch.tensor([9], dtype=dtype), backend=backend))
+
+
+@pytest.mark.parametrize(
+    "backend", ["native", *(pytest.param(f"sim:{arch}", marks=NO_SIM) for arch in ("gfx950", "gfx942"))]
+)
+def test_one_column_of_any_stride(backend: str) -> None:
+    """out [M, 1], and [G, M, 1] of wgrad, with strides that no row of one element needs."""
+    a, w, sizes = torch.randn(7, 64).bfloat16(), torch.randn(2, 1, 64).bfloat16(), torch.tensor([3, 4])
+    out = torch.full((40,), 9.0).bfloat16().as_strided((7, 1), (5, 7))
+    fw.grouped_gemm(a, w, sizes, out=out, backend=backend)
+    assert torch.equal(out, fw.grouped_gemm(a, w, sizes, backend=backend))
+    dw = torch.full((200,), 9.0).bfloat16().as_strided((2, 64, 1), (80, 1, 9))
+    fw.grouped_gemm_wgrad(a, out, sizes, out=dw, backend=backend)
+    assert torch.equal(dw, fw.grouped_gemm_wgrad(a, out, sizes, backend=backend))

@@ -144,7 +144,9 @@ def run(problem: GroupedProblem, config: GroupedConfig | None, arch: str, tensor
     if problem.b_preshuffled and (not b.is_contiguous() or b.data_ptr() % ALIGN_BYTES):
         b = b.clone(memory_format=torch.contiguous_format)
         notes.append("b copied: preshuffled weights are read from contiguous, 16-byte aligned memory")
-    out, m_sizes, b_scale = tensors.out, tensors.m_sizes, tensors.b_scale
+    # One column may have any stride; the kernels take 1.
+    out = tensors.out.as_strided(tensors.out.shape, (*tensors.out.stride()[:-1], 1))
+    m_sizes, b_scale = tensors.m_sizes, tensors.b_scale
     pitch = out.stride(-2) * out.element_size()
     if config.tile_m * pitch >= MAX_TILE_BYTES:
         raise NotImplementedError(
@@ -164,7 +166,7 @@ def run(problem: GroupedProblem, config: GroupedConfig | None, arch: str, tensor
     if bias is not None:
         bias = torch.cat((bias, bias.new_zeros(1, problem.N)))
         notes.append("bias copied: a row of zeros for rows in no group")
-    prepared = tensors._replace(a=a, b=b, m_sizes=m_sizes, a_scale=a_scale, b_scale=b_scale, bias=bias)
+    prepared = tensors._replace(a=a, b=b, out=out, m_sizes=m_sizes, a_scale=a_scale, b_scale=b_scale, bias=bias)
     workspace = None
     if config.split_k > 1:
         workspace = torch.empty(workspace_shape(problem, config), dtype=torch.float32, device=a.device)

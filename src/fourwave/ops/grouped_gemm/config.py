@@ -351,9 +351,10 @@ def default_config(problem: GroupedProblem, arch: str) -> tuple[GroupedConfig, l
         split = default_config(replace(problem, b_preshuffled=False), arch)[0].split_k
         config = replace(config, split_k=split)
     reasons = [
-        f"tile {config.tile_m}x{config.tile_n}: {tiles} workgroup(s) for {cus} compute units of {arch} on average, "
-        f"{-(-tiles // cus)} round(s); the least modelled time of the tiles, where tiles tie of uneven groups",
-        f"half of all rows in one group: {chosen.uneven / chosen.equal:.2f} times the modelled time of equal groups",
+        f"tile {config.tile_m}x{config.tile_n}: {tiles} workgroup(s) for {cus} compute units of {arch} if half of each group's last tile "
+        f"is empty, {-(-tiles // cus)} round(s); no tile takes less modelled time, and of those that take as much none is better for "
+        "uneven groups",
+        f"with half of all rows in one group: {chosen.uneven / chosen.equal:.2f} times the modelled time of equal groups",
         f"{lds_bytes(problem, config, arch)} of {LDS_BYTES[arch]} bytes of LDS",
     ]
     if config.split_k > 1:
