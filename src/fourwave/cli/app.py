@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -25,10 +26,11 @@ app.add_typer(bench_app, name="bench")
 def _writable(path: Path | None) -> Path | None:
     """Before the command runs: what it finds out in an hour shall not be lost then."""
     if path is not None:
-        try:
-            path.open("a").close()
-        except OSError as error:
-            raise typer.BadParameter(f"cannot write {path}: {error.strerror}") from error
+        place = path if path.exists() else path.parent
+        if path.is_dir() or not place.exists() or not os.access(place, os.W_OK):
+            raise typer.BadParameter(
+                f"cannot write {path}: {'a folder' if path.is_dir() else f'no way to write to {place}'}"
+            )
     return path
 
 
