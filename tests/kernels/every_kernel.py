@@ -84,7 +84,8 @@ def _splits(arch: str) -> Iterator[tuple[str, GemmCase]]:
     yield "swiglu", GemmCase(shape, activation="swiglu", preactivation=BF16, bias_dtype=BF16)
     yield "out mxfp8", GemmCase(shape, layout="NN", out_format="mxfp8_e4m3", out_direction="both")
     yield "fp8_row", GemmCase(shape, a_format="fp8_row", b_format="fp8_row", fnuz=arch == "gfx942")
-    yield "mxfp8", GemmCase(shape, a_format="mxfp8_e4m3", b_format="mxfp8_e4m3")
+    for name in ("mxfp8", "mxfp4", "bf16 x mxfp4", "blocks"):
+        yield name, GemmCase(shape, fnuz=arch == "gfx942", **launches.OPERANDS[name])
 
 
 def _gemms(arch: str) -> Iterator[KernelCall]:
@@ -99,9 +100,10 @@ def _gemms(arch: str) -> Iterator[KernelCall]:
         yield KernelCall(" ".join([name, *more]), arch, _gemm(arch, case, config))
     for kind, cases, split in (("epilogue", _epilogues(arch), 1), ("split-K", _splits(arch), 3)):
         for name, case in cases:
-            # The third: more than one fragment in a wave, and small. Six steps for every part of K.
+            # The third: more than one fragment in a wave, and small. Six steps for every part of K (whole 512, of scaled operands).
             config = replace(gemm_config.candidates_for(case.problem, arch)[2], split_k=split)
-            case = replace(case, shape=replace(case.shape, K=6 * config.tile_k * split - 5))
+            packed = "mxfp4" in (case.a_format, case.b_format)  # rows of an even length
+            case = replace(case, shape=replace(case.shape, K=6 * config.tile_k * split - (6 if packed else 5)))
             if gemm_config.why_unsupported(case.problem, config, arch) is None:
                 yield KernelCall(f"gemm {kind}: {name}", arch, _gemm(arch, case, config))
 

@@ -241,5 +241,3 @@ def test_what_is_refused() -> None:
     assert "swiglu with packed e2m1 in layout NN" in refused("NN", activation="swiglu")
     assert "no kernel that dequantizes" in refused(arch="gfx942")
     assert "the kernels take one type for both" in refused(b_format="mxfp8_e4m3")
-    problem = case_of("TN", Shape("", 64, 64, 4096)).problem
-    assert "scales that change along K" in (why_unsupported(problem, replace(configs("TN")[0], split_k=2), ARCH) or "")

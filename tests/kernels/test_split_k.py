@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+import fourwave as fw
 from fourwave import sim
 from fourwave.ops.gemm import amd
 from fourwave.ops.gemm.config import ARCHS, FLOAT8, candidates, candidates_for, default_config, why_unsupported
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.testing import GemmCase, inputs
+from fourwave.testing.exact_scales import ExactScales
 from fourwave.testing.shapes import Shape
 
 pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
@@ -69,6 +71,86 @@ def test_split_k_is_one_fixed_sum(arch: str) -> None:
         part = run(replace(problem, K=part_a.shape[1]), part_a, part_b, 1)
         total = part if total is None else total + part
     assert torch.equal(split, total)
+
+
+SCALED: dict[str, dict[str, Any]] = {
+    "mxfp8": {"a_format": "mxfp8_e4m3", "b_format": "mxfp8_e5m2"},
+    "mxfp4": {"a_format": "mxfp4", "b_format": "mxfp4"},
+    "mxfp8 x mxfp4": {"a_format": "mxfp8_e4m3", "b_format": "mxfp4"},
+    "bf16 x mxfp4": {"dtype": BF16, "b_format": "mxfp4"},
+    "blocks": {"a_format": "fp8_1x128", "b_format": "fp8_128x128"},
+}
+
+
+def scaled_splits() -> list[Any]:
+    found = []
+    for arch in ARCHS:
+        for name, operands in SCALED.items():
+            for layout in LAYOUTS:
+                case = GemmCase(Shape("", 32, 128, 64), layout, fnuz=arch == "gfx942", out_dtype=FP32, **operands)
+                if why_unsupported(case.problem, None, arch) is None:
+                    quick = (arch, layout, name) in (
+                        ("gfx950", "TN", "mxfp8"),
+                        ("gfx950", "NN", "bf16 x mxfp4"),
+                        ("gfx942", "NT", "mxfp8"),
+                    )
+                    found.append(
+                        pytest.param(arch, case, id=f"{arch}-{name}-{layout}", marks=() if quick else pytest.mark.slow)
+                    )
+    return found  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "case"), scaled_splits())
+def test_split_k_with_scales_along_k(arch: str, case: GemmCase) -> None:
+    """Parts of 512 k, each with the scales of its own k: of 1734, the third of three parts has nothing; exact sums."""
+    configs = [
+        config for config in candidates_for(case.problem, arch) if why_unsupported(case.problem, config, arch) is None
+    ]
+    config = replace(configs[-1], split_k=3)
+    for K in (1734, 2570):
+        shape = Shape("tails", config.tile_m + 2, config.tile_n + 18, K)
+        result = replace(case, shape=shape, bias_dtype=FP32, activation="relu").run(f"sim:{arch}", config=config)
+        assert result.passed, f"{case}, {config}: {result}"
+    if case.a_format == "fp8_1x128":
+        return
+    exact = ExactScales(
+        Shape("", 32, 128, 1664),
+        case.layout,
+        dtype=case.dtype,
+        a_format=case.a_format,
+        b_format=case.b_format,
+        out_dtype=FP32,
+    )
+    result = exact.run(f"sim:{arch}", config=config)
+    assert result.passed, result
+
+
+def test_parts_with_scales_do_not_depend_on_the_tile() -> None:
+    """Nor on whether weights are preshuffled."""
+    case = GemmCase(Shape("", 20, 48, 1344), out_dtype=FP32, **SCALED["mxfp8"])
+    a, b = case.operands()
+    results = []
+    for weights, problem in ((b, case.problem), (fw.preshuffle(b), replace(case.problem, b_preshuffled=True))):
+        for config in candidates_for(problem, "gfx950")[-2:]:
+            config = replace(config, split_k=2)
+            results.append(fw.gemm(a, weights, out_dtype=FP32, config=config, backend="sim:gfx950"))
+    whole = fw.gemm(a, b, out_dtype=FP32, batch_invariant=True, backend="sim:gfx950")
+    assert all(torch.equal(result, results[0]) for result in results[1:]) and not torch.equal(results[0], whole)
+
+
+@pytest.mark.parametrize("operands", SCALED)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_few_rows_fill_the_machine(arch: str, operands: str) -> None:
+    """1280 x 8192 weights: 20 tiles of 64 columns, which at least 80 workgroups share; 160 where there is a tile of 16 or 32 rows by 64."""
+    for rows in (1, 16, 32):
+        case = GemmCase(Shape("", rows, 1280, 8192), fnuz=arch == "gfx942", **SCALED[operands])
+        if why_unsupported(case.problem, None, arch) is None:
+            config, reasons = default_config(case.problem, arch)
+            workgroups = -(-rows // config.tile_m) * -(-1280 // config.tile_n) * config.split_k
+            least = 80 if case.a_format == "mxfp4" or operands == "mxfp8 x mxfp4" else 160
+            assert workgroups >= least and any("K split in" in reason for reason in reasons), config
+            invariant = default_config(replace(case.problem, batch_invariant=True), arch)[0]
+            assert invariant.split_k == 1
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fourwave.ops.gemm.config import GemmConfig, candidates_for, default_config, why_unsupported
+from fourwave.ops.gemm.config import ARCHS, GemmConfig, candidates_for, default_config, why_unsupported
 from fourwave.ops.gemm.problem import MXFP4, SWIGLU
 from fourwave.testing.cases import GemmCase
 from fourwave.testing.exact_scales import ExactScales
@@ -51,6 +51,7 @@ def rows(arch: str, layouts: Sequence[str], full: bool, seed: int) -> Iterator[t
     mixed     MXFP8 beside MXFP4, on either side, or itself; and, where the weights are b, bfloat16 activations
     tiles     the kernels' other configurations
     quantized results in MXFP8 and FP8
+    split K   three workgroups to a tile, gfx950
     """
     for layout in layouts:
         base = GemmCase(TAILS[0], layout, a_format=MXFP4, b_format=MXFP4, out_dtype=FP32, seed=seed)
@@ -64,12 +65,21 @@ def rows(arch: str, layouts: Sequence[str], full: bool, seed: int) -> Iterator[t
             if _has_kernel(case, arch):
                 yield group, case, None
         yield "mixed", replace(base, shape=MIXED_TAILS, a_format="mxfp8_e5m2", out_dtype=BF16), None
+        if arch in ARCHS:
+            yield from _split(base, arch)
+            if layout != "NT":
+                yield from _split(plain, arch)
         for number, case in enumerate((base, *mixed)):
             configs = list(_tiles(case, arch))
             yield from configs if full or number == 0 else configs[-1:]
 
 
 MIXED_TAILS = Shape("tails", 142, 274, 202)
+
+
+def _split(base: GemmCase, arch: str) -> Iterator[tuple[str, GemmCase, GemmConfig]]:
+    config = replace(candidates_for(base.problem, arch)[2], split_k=3)
+    yield "split K", replace(base, shape=Shape("three parts of K", 78, 146, 1734), bias_dtype=FP32), config
 
 
 def _has_kernel(case: GemmCase, arch: str) -> bool:

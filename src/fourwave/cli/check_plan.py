@@ -99,6 +99,7 @@ def gemm_rows(arch: str, layouts: Sequence[str], precisions: Sequence[str], full
 
     shapes    every shape class for each layout and pair of operands, with the config that the kernel chooses itself
     tiles     each other config of the kernel, on an even shape and one with tails in M, N and K
+    split K   three parts of it; the last has no k of its own where parts are 512 k
     outputs   each other output dtype
     views     operands and output inside larger buffers, aligned and not, and transposed
     epilogue  bias, activation, alpha; adding to the output; the preactivation, the bias gradient; swiglu
@@ -115,6 +116,10 @@ def gemm_rows(arch: str, layouts: Sequence[str], precisions: Sequence[str], full
                     continue
                 for shape in GEMM_SHAPES:
                     yield Planned("shapes", replace(base, shape=shape))
+                if number in (0, 5) or full:  # 5: scales of 1x128 and 128x128
+                    split = replace(candidates_for(base.problem, arch)[2], split_k=3)
+                    case = replace(base, shape=Shape("three parts of K", 77, 145, 1735), bias_dtype=torch.float32)
+                    yield Planned("split K", case, split)
                 if number and not full:
                     continue  # configs, outputs and views do not depend on which codes run: one pair covers them
                 if full or precision != "fp16":  # the same kernels but for the instruction

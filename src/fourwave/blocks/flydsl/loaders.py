@@ -598,8 +598,8 @@ class NoScales:
 class RegisterScales:
     """gfx942: float32 scales of blocks of 128 k straight into registers: those of a wave's rows of a, and that of its rows of b."""
 
-    def __init__(self, arguments, geo, m0, n0, wave_m, wave_n, lane):
-        self.K = arguments.K
+    def __init__(self, arguments, geo, m0, n0, K, wave_m, wave_n, lane):
+        self.K = K
         rows = [wave_m * geo.wave_tile_m + geo.a.fragment_row(i, lane % MMA_M) for i in range(geo.frags_m)]
         cell = ((n0 + wave_n * geo.wave_tile_n) >> 7) - (n0 >> 7)
         self.operands = []
@@ -630,7 +630,8 @@ class BlockScales:
         """Bytes of LDS by name. idle: also for loads that bring nothing (issue)."""
         return {"scales": geo.scale_bytes + (geo.idle_bytes if idle else 0)} if geo.scales else {}
 
-    def __init__(self, geo, lds, arguments, m0, n0, lane, wave):
+    def __init__(self, geo, lds, arguments, m0, n0, K, lane, wave):
+        """K: everything is zero from there on; what is behind could be NaN, which zeros of codes do not hide."""
         self.geo, self.lane, self.wave = geo, lane, wave
         if not geo.scales:
             return
@@ -639,7 +640,7 @@ class BlockScales:
         self.place = {"a": 0, "b": self.tiles["a"].slots * self.tiles["a"].slot_bytes if self.tiles["a"] else 0}
         self.tensors = {"a": arguments.a_scale, "b": arguments.b_scale}
         self.first_row = {"a": m0, "b": n0}
-        self.K = arguments.K
+        self.K = K
 
     def reader(self, name, first_row, count, step_slices):
         """FragmentScales of `count` fragments from a row of the tile on. step_slices: slices of 128 k of a step of the main loop."""

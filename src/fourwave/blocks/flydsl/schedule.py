@@ -36,11 +36,11 @@ def output_tile(workgroup, num_tiles_m, num_tiles_n, group_m):
     return fx.Int32(first_m + in_band % rows), fx.Int32(in_band // rows)
 
 
-def k_part(workgroup, tiles, K, step_k, split):
+def k_part(workgroup, tiles, K, step_k, split, whole=False):
     """(number among the tiles, part, first k, end of k) of a workgroup where `split` of them share each tile's K; all Int32.
 
-    Parts are whole steps of step_k; the last ones may have fewer, or none. All tiles' first parts have the lowest numbers:
-    workgroups that run together read the same k.
+    Parts are whole steps of step_k; the last ones may have fewer, or none: these begin at K or, with `whole`, at the next whole step past it.
+    All tiles' first parts have the lowest numbers: workgroups that run together read the same k.
     """
     if split == 1:
         return workgroup, fx.Int32(0), fx.Int32(0), K
@@ -49,4 +49,9 @@ def k_part(workgroup, tiles, K, step_k, split):
     steps_each = fx.Int32(fx.Uint32(steps + (split - 1)) // split)
     first = minimum(part * steps_each, steps)
     last = minimum(first + steps_each, steps)
-    return workgroup - part * tiles, part, minimum(first * step_k, K), minimum(last * step_k, K)
+    return (
+        workgroup - part * tiles,
+        part,
+        first * step_k if whole else minimum(first * step_k, K),
+        minimum(last * step_k, K),
+    )

@@ -143,11 +143,11 @@ def build(spec, fmt, epi):
 
         num_scales = 0
         if fx.const_expr(wide):
-            scales = RegisterScales(arguments, geo, m0, n0, wave_m, wave_n, lane)
+            scales = RegisterScales(arguments, geo, m0, n0, K, wave_m, wave_n, lane)
             num_scales = geo.frags_m + 1
 
         def load_scales(k_slice):
-            return scales.load(k_slice * geo.a.slice_k) if wide else []
+            return scales.load(k_first + k_slice * geo.a.slice_k) if wide else []
 
         # Prologue: tiles 0 and 1 to LDS, tile 2 in registers; the first fragments.
         tile0, tile1 = load_tile(fx.Int32(0)), load_tile(fx.Int32(1))

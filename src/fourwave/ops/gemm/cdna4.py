@@ -88,7 +88,10 @@ def build(spec, fmt, epi):
         tiles_m, tiles_n = num_tiles(M, geo.tile_m), num_tiles(N, geo.tile_n)
         step_k = geo.tile_k * geo.tiles_per_step
         split, row_k = spec.config.split_k, K
-        tile, share, k_first, K = k_part(fx.Int32(fx.block_idx.x), tiles_m * tiles_n, K, split_k, split)
+        tile, share, k_first, K = k_part(fx.Int32(fx.block_idx.x), tiles_m * tiles_n, K, split_k, split, bool(scaling))
+        first_slice = (
+            k_first >> 7
+        )  # of 128 k, whose scales are read; where there are scales, parts begin with a chunk of them
         m_tile, n_tile = output_tile(tile, tiles_m, tiles_n, geo.group_m)
         m0, n0 = m_tile * geo.tile_m, n_tile * geo.tile_n
 
@@ -105,7 +108,7 @@ def build(spec, fmt, epi):
             rows_b = PreshuffledRows(arguments.b, geo, n0, N, row_k, K, wave_n * geo.wave_tile_n, lane)
             values_b, reads_b = 0, 0
         mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n, row_sums(epi, geo, wave_n))
-        scales = BlockScales(geo, lds, arguments, m0, n0, lane, wave)
+        scales = BlockScales(geo, lds, arguments, m0, n0, K, lane, wave)
         step_slices = geo.tiles_per_step * geo.num_slices // slices_of_b
         scales_a = scales.reader("a", wave_m * geo.wave_tile_m, geo.frags_m, step_slices)
         scales_b = scales.reader("b", wave_n * geo.wave_tile_n, geo.frags_n, step_slices)
@@ -152,7 +155,7 @@ def build(spec, fmt, epi):
         wait_loads(in_flight=in_flight + (geo.b_loads if b_ahead and first_b >= 0 else 0))
         barrier()
         frag_a, frag_b = read_fragments(fx.Int32(0), 0)
-        scale = read_scales(fx.Int32(0))
+        scale = read_scales(first_slice)
 
         # Main loop, tiles_per_step K tiles a step. State: stage of tile k, its first fragments, the scales of its first slices,
         # the accumulators.
@@ -174,7 +177,7 @@ def build(spec, fmt, epi):
                     k_tile = fx.Int32(step) * geo.tiles_per_step + k_tile_of_step
                     slice_of_step = k_tile_of_step * geo.num_slices + k_slice
                     # Scales: of slices of 128 k, and read once for several.
-                    number = k_tile * (geo.num_slices // slices_of_b) + k_slice // slices_of_b
+                    number = first_slice + k_tile * (geo.num_slices // slices_of_b) + k_slice // slices_of_b
                     byte = slice_of_step // slices_of_b % scales_b.slices
                     new_scales = (slice_of_step + 1) % (slices_of_b * scales_b.slices) == 0
                     if fx.const_expr(k_slice < geo.num_slices - 1):

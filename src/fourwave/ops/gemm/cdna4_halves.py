@@ -89,7 +89,7 @@ def build(spec, fmt, epi):
             "b": Fragments(tiles["b"], fmt, wave_n * tiles["b"].split, frags_n, lane),
         }
         mma = WaveMma(fmt, ARCH, frags_m, frags_n)
-        scales = BlockScales(geo, shared, arguments, m0, n0, lane, wave)
+        scales = BlockScales(geo, shared, arguments, m0, n0, K, lane, wave)
         scale_readers = {
             (name, half): scales.reader(name, (wave_part * 2 + half) * tiles[name].split, count, 2)
             for name, wave_part, count in (("a", wave_m, frags_m), ("b", wave_n, frags_n))

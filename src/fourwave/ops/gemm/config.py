@@ -137,7 +137,9 @@ _CANDIDATES_SHUFFLED = {
     ),
 }
 SHUFFLED_AHEAD = 512  # k that preshuffled b is loaded ahead
-SPLIT_STEP = 512  # parts of K of 8-bit operands in TN are whole multiples, whatever the tile, and b preshuffled or not: same bits
+# Parts of K of 8-bit operands in TN are whole multiples, whatever the tile, and b preshuffled or not: same bits. And of operands with scales
+# that change along K, which come for as many k at a time.
+SPLIT_STEP = SCALE_K
 MAX_LOADS = 63  # in flight that s_waitcnt can count
 # Of packed operands, and of one packed and one of 8 bits. Fragments of columns come in pairs (loaders.Fragments).
 _CANDIDATES_FLOAT4 = (
@@ -247,6 +249,8 @@ def modelled_time(problem: GemmProblem, config: GemmConfig, arch: str) -> float:
     matrix, loading = modelled_clocks(config, elem_bytes, arch, 0.5 if dequantizes_b(problem) else None)
     per_k = max(matrix, loading) + OVERLAP_LOSS * min(matrix, loading)
     k_each = -(-problem.K // config.split_k)
+    if config.split_k > 1 and scaled_along_k(problem):
+        k_each = -(-k_each // SPLIT_STEP) * SPLIT_STEP
     busiest = -(-tiles * config.split_k // cus) * (per_k * k_each + WORKGROUP_CLOCKS)
     sizes = zip((problem.M, problem.N), (problem.a_dtype, problem.b_dtype), packed_operands(problem), strict=True)
     operands = sum(rows * problem.K * dtype.itemsize / (1 + packed) for rows, dtype, packed in sizes)
@@ -374,7 +378,7 @@ def shuffled_ahead(config: GemmConfig) -> int:
 
 def split_step(problem: GemmProblem, geo: Geometry) -> int:
     """k that the parts of a split K are whole multiples of."""
-    if problem.layout == "TN" and problem.a_dtype.itemsize == 1:
+    if scaled_along_k(problem) or (problem.layout == "TN" and problem.a_dtype.itemsize == 1):
         return SPLIT_STEP
     return geo.tile_k * geo.tiles_per_step
 
@@ -412,6 +416,11 @@ def block_scaled(problem: GemmProblem) -> bool:
 def wide_scaled(problem: GemmProblem) -> bool:
     """Whether each row of a has a scale for each 128 k, and each 128 x 128 elements of b one."""
     return (problem.a_scaling, problem.b_scaling) == ("1x128", "128x128")
+
+
+def scaled_along_k(problem: GemmProblem) -> bool:
+    """Whether an operand has scales that change along K."""
+    return not {problem.a_scaling, problem.b_scaling} <= {None, "tensor", "row"}
 
 
 def brings_scales(problem: GemmProblem, arch: str) -> bool | str:
@@ -674,8 +683,6 @@ def _why_config_unsupported(problem, config, arch):
             return f"split_k={config.split_k}: at most {MAX_SPLIT_K}"
         if problem.batch_invariant:
             return f"split_k={config.split_k} with batch_invariant: sums are not split, whatever M is"
-        if problem.a_scaling not in (None, "tensor", "row") or problem.b_scaling not in (None, "tensor", "row"):
-            return f"split_k={config.split_k} with scales that change along K: the kernels bring them from k = 0 on"
         if in_halves(config, elem_bytes, arch):
             return (
                 f"split_k={config.split_k} with num_stages=2: the kernel that brings tiles in halves does not split K"
