@@ -80,7 +80,7 @@ REDUNDANT: tuple[Redundant, ...] = (
         "copy 16 bytes off",
         "loaders.py",
         "buffer.load_to_lds(self.lds, place, offset)",
-        r"gfx950 gemm (bf16 x mxfp4|mxfp\d|blocks) ",
+        r"gfx950 gemm (split-K: )?(bf16 x mxfp4|mxfp\d|blocks)\b",
         "the stage's k is no multiple of SCALE_K: the copy brings zeros to a place that nothing reads, for a constant number of copies a step",
     ),
     Redundant(
