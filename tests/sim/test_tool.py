@@ -274,10 +274,23 @@ def test_checks_can_be_chosen():
 
 
 @pytest.mark.slow
-def test_the_survivor_of_an_example_is_expected():
-    result = invoke("--mutate", "--expect", str(EXAMPLES / "race_fixed.expect"), str(EXAMPLES / "race_fixed.py"))
+def test_the_survivor_of_an_example_is_expected(tmp_path):
+    record = tmp_path / "record.json"
+    expect = "--expect", str(EXAMPLES / "race_fixed.expect")
+    result = invoke("--mutate", *expect, "--json", str(record), str(EXAMPLES / "race_fixed.py"))
     assert result.exit_code == 0, result.output
     assert "1 accepted; 0 unexplained" in result.output
+    faults = [f["fault"] for f in json.loads(record.read_text())["faults"]]
+    # One for each row, in front of the reads; those after the reads have nothing to wait for.
+    assert sum(f.startswith("fence dropped") for f in faults) == 4
+    assert sum(f.startswith("barrier dropped") for f in faults) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["missing_wait_fixed", "tail_fixed"])
+def test_every_fault_of_a_corrected_twin_is_caught(name):
+    result = invoke("--mutate", str(EXAMPLES / f"{name}.py"))
+    assert result.exit_code == 0 and "0 accepted; 0 unexplained" in result.output, result.output
 
 
 def test_mutate_lists_every_fault_of_a_kernel(tmp_path):

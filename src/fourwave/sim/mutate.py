@@ -117,9 +117,35 @@ def _counting_lds_waits(builder: Builder) -> list[Place]:
     return [p for p in places(builder, ("WAIT",)) if p[1].args[1] > 0]
 
 
+def _empties_lds(i: Instruction) -> bool:
+    """Whether it waits for all of the wave's LDS operations."""
+    return (
+        (i.op == "FENCE" and i.args[0] > 0)
+        or (i.op == "WAIT" and i.args[1] == 0)
+        or (i.op == "WAIT_COUNTER" and i.args == [0, 0])
+    )
+
+
 def _releases(builder: Builder) -> list[Place]:
-    """Fences that wait for something: an acquire alone does not."""
-    return [p for p in places(builder, ("FENCE",)) if p[1].args[0]]
+    """Fences that may have something to wait for: an LDS store of the wave is out, or the scope is wider than the workgroup."""
+    out = dict.fromkeys(builder.blocks, False)  # at a block's end
+    work = True
+    while work:
+        work = False
+        for block in builder.blocks:
+            state = any(out[b] for b in builder.blocks if block in b.successors)
+            for i in block.code:
+                state = i.op in ("LDS_STORE", "LDS_ATOMIC") or (state and not _empties_lds(i))
+            if state != out[block]:
+                out[block] = work = True
+    found = []
+    for block in builder.blocks:
+        state = any(out[b] for b in builder.blocks if block in b.successors)
+        for i in block.code:
+            if i.op == "FENCE" and (i.args[0] > 1 or (i.args[0] and state)):
+                found.append((block, i))
+            state = i.op in ("LDS_STORE", "LDS_ATOMIC") or (state and not _empties_lds(i))
+    return found
 
 
 def _of(*ops: str) -> Callable[[Builder], list[Place]]:
