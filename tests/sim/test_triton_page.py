@@ -13,8 +13,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from fourwave import sim
 
@@ -73,3 +76,40 @@ def test_the_page_captures_the_kernel(
     assert (made["threads"], made["shared"]) == (kept["threads"], kept["shared"])
     assert portable(made["text"]) == kept["text"]
     assert comparable(run_page(tmp_path, run, monkeypatch, capsys)) == comparable(shown)
+
+
+DOUBLE = """
+module {
+  llvm.func @double(%x: !llvm.ptr<1>, %n: i32, %f: f32) attributes {rocdl.kernel} {
+    %v = llvm.load %x : !llvm.ptr<1> -> f32
+    %w = llvm.fmul %v, %f : f32
+    llvm.store %w, %x : f32, !llvm.ptr<1>
+    llvm.return
+  }
+}
+"""
+
+
+@pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
+def test_arguments_that_do_not_fit() -> None:
+    x = np.full(4, 3.0, np.float32)
+    fitting: dict[str, Any] = {"arguments": [x, 4, 2.0], "grid": 1, "block": 1}
+    assert not sim.run_module(DOUBLE, **fitting).findings and x.tolist() == [6, 3, 3, 3]
+    sim.run_module(DOUBLE, [x, np.int64(4), np.float32(2)], grid=[1, 1, 1], block=(1, 1, 1), checks=["memory"])  # type: ignore[arg-type]
+    assert x[0] == 12
+    for change, said in (
+        ({"arguments": [[1.0, 2.0], 4, 2.0]}, "for a pointer .*numpy array, a CPU tensor or None"),
+        ({"arguments": [5, 4, 2.0]}, "5 for a pointer"),
+        ({"arguments": [torch.empty(4, device="meta"), 4, 2.0]}, "a tensor on meta"),
+        ({"arguments": [x, 5.0, 2.0]}, "5.0 for an argument of type i32; it takes an int"),
+        ({"arguments": [x, torch.zeros(3), 2.0]}, "for an argument of type i32"),
+        ({"arguments": [x, 1 << 40, 2.0]}, "does not fit an argument of type i32"),
+        ({"arguments": [x, 4, "two"]}, "'two' for an argument of type f32; it takes a number"),
+        ({"arguments": [x, 4]}, "takes 3 arguments"),
+        ({"grid": (1,)}, r"grid=\(1,\); it takes an int, for x, or three"),
+        ({"block": 1.5}, "block=1.5"),
+        ({"speed": 3}, "unknown options speed; the options are checks, completion"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            sim.run_module(DOUBLE, **(fitting | change))
+    assert x[0] == 12

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import fields
 from functools import lru_cache
 from typing import Any
+
+import numpy as np
 
 from .ir_types import Float, Int, Ptr, parse
 from .launch import Memory, Options, run
@@ -52,7 +55,13 @@ def _pass(value: Any, text: str, memory: Memory) -> list[int]:
     if isinstance(t, Ptr):
         if value is None:
             return [0, 0]
+        if not hasattr(value, "data_ptr") and not hasattr(value, "ctypes"):
+            raise ValueError(
+                f"{value!r} for a pointer ({text}); it takes a numpy array, a CPU tensor or None, whose bytes the kernel may touch"
+            )
         if hasattr(value, "data_ptr"):
+            if value.device.type != "cpu":
+                raise ValueError(f"a tensor on {value.device} for a pointer; the simulator takes CPU tensors")
             address, size = value.data_ptr(), value.numel() * value.element_size()
             if size and not value.is_contiguous():
                 raise ValueError("a tensor argument must be contiguous")
@@ -65,6 +74,8 @@ def _pass(value: Any, text: str, memory: Memory) -> list[int]:
         memory.ranges.append((address, address + size))
         return [address & 0xFFFFFFFF, address >> 32]
     if isinstance(t, Float):
+        if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+            raise ValueError(f"{value!r} for an argument of type {text}; it takes a number")
         if t.name == "f32":
             return list(struct.unpack("<I", struct.pack("<f", value)))
         if t.name == "f64":
@@ -72,9 +83,20 @@ def _pass(value: Any, text: str, memory: Memory) -> list[int]:
         raise NotImplementedError(f"an argument of type {text}")
     if not isinstance(t, Int):
         raise NotImplementedError(f"an argument of type {text}")
+    if not isinstance(value, (int, np.integer)):
+        raise ValueError(f"{value!r} for an argument of type {text}; it takes an int")
+    value = int(value)
     if not -(1 << (t.bits - 1)) <= value < 1 << t.bits:
         raise ValueError(f"{value} does not fit an argument of type {text}")
     return [value >> (32 * i) & 0xFFFFFFFF for i in range(max(1, t.bits // 32))]
+
+
+def _three(name: str, value: Any) -> tuple[int, int, int]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value, 1, 1
+    if isinstance(value, (tuple, list)) and len(value) == 3 and all(isinstance(x, int) for x in value):
+        return value[0], value[1], value[2]
+    raise ValueError(f"{name}={value!r}; it takes an int, for x, or three")
 
 
 def run_module(
@@ -107,5 +129,7 @@ def run_module(
         raise ValueError(f"the kernel takes {len(types)} arguments ({', '.join(types)}); {len(given)} were passed")
     memory = Memory()
     words = [_pass(v, t, memory) for v, t in zip(given, types)]
-    three = [(x, 1, 1) if isinstance(x, int) else x for x in (grid, block)]
-    return run(program, three[0], three[1], shared, words, memory, Options(**options))
+    known = [field.name for field in fields(Options)]
+    if unknown := [name for name in options if name not in known]:
+        raise ValueError(f"unknown options {', '.join(unknown)}; the options are {', '.join(known)}")
+    return run(program, _three("grid", grid), _three("block", block), shared, words, memory, Options(**options))
