@@ -31,7 +31,8 @@ from fourwave.perf import isa
 from fourwave.testing.shapes import Shape
 
 KERNELS = [(arch, *kernel) for arch in ARCHS for kernel in launches.kernels(arch)]
-# One that is quick to compile here, a few for the simulator; test_isa.py has the largest tiles. All of them is a long test.
+LONG = (pytest.mark.slow, pytest.mark.exhaustive)
+# One that is quick to compile here, a few for the simulator; test_isa.py has the largest tiles.
 COMPILED = [("gfx950", "mxfp8 preshuffled", "TN", 16), ("gfx942", "fp8", "NT", 64)]
 SIMULATED = [
     ("gfx950", "fp8 preshuffled", "TN", 32),
@@ -41,16 +42,27 @@ SIMULATED = [
 ]
 
 
+def smallest() -> dict[tuple[str, str, str], GemmConfig]:
+    """The tile with the fewest results of each machine, kind of operands and layout: the least to compile and to simulate."""
+    found: dict[tuple[str, str, str], GemmConfig] = {}
+    for arch, precision, layout, config in KERNELS:
+        before = found.setdefault((arch, precision, layout), config)
+        if config.tile_m * config.tile_n < before.tile_m * before.tile_n:
+            found[arch, precision, layout] = config
+    return found
+
+
 def parameters(quick: list[tuple[str, str, str, int]], packed: bool = True) -> list[Any]:
-    long = (pytest.mark.slow, pytest.mark.exhaustive)
-    return [
-        pytest.param(
-            arch, precision, layout, config, id=f"{arch}-{precision}-{layout}-{config.tile_m}x{config.tile_n}",
-            marks=() if (arch, precision, layout, config.tile_m) in quick else long,
-        )
-        for arch, precision, layout, config in KERNELS
-        if packed or "mxfp4" not in precision
-    ]  # fmt: skip
+    """Those of `quick` run always, one of each kind in the slow tests, the others in the exhaustive ones."""
+    each, found = smallest(), []
+    for arch, precision, layout, config in KERNELS:
+        if not packed and "mxfp4" in precision:
+            continue
+        one = each[arch, precision, layout] == config
+        marks = () if (arch, precision, layout, config.tile_m) in quick else (pytest.mark.slow,) if one else LONG
+        name = f"{arch}-{precision}-{layout}-{config.tile_m}x{config.tile_n}"
+        found.append(pytest.param(arch, precision, layout, config, id=name, marks=marks))
+    return found
 
 
 def problem_of(arch: str, precision: str, layout: str) -> GemmProblem:
