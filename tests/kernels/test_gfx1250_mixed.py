@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import gfx1250_launches
 import pytest
@@ -210,7 +211,9 @@ def test_quantized_results_with_nan_and_infinity():
     a.scale.view(torch.uint8)[37, 1] = 255
     bias = torch.zeros(130)
     bias[70] = float("inf")
-    told = {"bias": bias, "backend": "sim:gfx1250"}
+    told: Any = {"bias": bias, "backend": "sim:gfx1250"}
+    got: Any
+    right: Any
     y = fw.gemm(a, b, out_dtype=FP32, **told)
     assert y[37].isnan().all() and y[:37, 70].isinf().all()
     got = fw.gemm(a, b, out_format="mxfp8_e4m3", out_direction="both", **told)
