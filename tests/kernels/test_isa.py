@@ -15,6 +15,7 @@ import torch
 from launches import scale_reads
 
 from fourwave.blocks.flydsl.tiles import LDS_BYTES
+from fourwave.ops.gemm import config
 from fourwave.ops.gemm.config import ARCHS, FLOAT8, candidates, candidates_for, geometry, in_halves, lds_bytes
 from fourwave.ops.gemm.problem import GemmProblem
 from fourwave.perf import isa
@@ -322,6 +323,18 @@ def test_bias_grad_does_not_spill(arch, out_dtype, grad_dtype):
     options = {"bias_grad_dtype": grad_dtype, "accumulate": out_dtype == FP32}
     problem = GemmProblem(4096, 4096, 4096, "NT", BF16, BF16, out_dtype, **options)
     _check_spills(isa.compile_isa(problem, candidates(arch)[1 if arch == "gfx950" else 0], arch))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bias_grad_of_8_bit_operands_does_not_spill(arch):
+    """Both leave it to the second largest tile."""
+    problem = GemmProblem(4096, 4096, 4096, "NT", *FLOAT8[arch], FP32, bias_grad_dtype=FP32, accumulate=True)
+    largest, *rest = candidates_for(problem, arch)
+    reason = config.why_unsupported(problem, largest, arch)
+    assert reason is not None and "runs out of registers" in reason
+    first = next(each for each in rest if config.why_unsupported(problem, each, arch) is None)
+    _check_spills(isa.compile_isa(problem, first, arch))
 
 
 LOOP = """

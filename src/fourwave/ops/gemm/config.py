@@ -763,8 +763,9 @@ def _why_config_unsupported(problem, config, arch):
             return f"tile {config.tile_m}x{config.tile_n}: products of 128 k are scaled in registers, at most 128x256 of them"
     registers = min_registers(config, elem_bytes, arch, packed, problem.b_preshuffled)
     if problem.bias_grad_dtype is not None:
-        if arch == "gfx950" and config.tile_m * config.tile_n == 256 * 256:
-            return "tile 256x256: with the sums for bias_grad the compiler runs out of registers on gfx950"
+        crowded = arch == "gfx950" or (elem_bytes == 1 and problem.a_scaling != "1x32")
+        if crowded and config.tile_m * config.tile_n == 256 * 256:
+            return f"tile 256x256: with the sums for bias_grad the compiler runs out of registers on {arch}"
         if in_halves(config, elem_bytes, arch):
             return "bias_grad with num_stages=2: the kernel that brings tiles in halves does not sum their rows"
         registers += config.tile_m // config.waves_m // 16 * 4 + fragment_bytes(elem_bytes, arch) // 4  # sums, ones
