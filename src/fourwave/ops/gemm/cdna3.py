@@ -117,8 +117,14 @@ def build(spec, fmt, epi):
         values_b = fragments_b.values if through_lds else 0
         if fx.const_expr(b_ahead):
             rows_b = PreshuffledRows(arguments.b, geo, n0, N, row_k, K, wave_n * geo.wave_tile_n, lane)
-        # Where codes are made numbers, or elements are wide, spread reads cost registers that a 256 x 256 tile does not have.
-        spread = not codes and fmt.elem_bytes < 4
+        # Where codes are made numbers, elements are wide, or both operands of 8 bits are turned, spread reads cost registers that
+        # a 256 x 256 tile does not have.
+        crowded = (
+            fmt.elem_bytes == 1
+            and not (geo.a.k_contiguous or geo.b.k_contiguous)
+            and geo.tile_m * geo.tile_n == 256 * 256
+        )
+        spread = not codes and fmt.elem_bytes < 4 and not crowded
         hinted_reads = fragments_a.reads + fragments_b.reads if spread else 0
         mma = WaveMma(fmt, ARCH, geo.frags_m, geo.frags_n, row_sums(epi, geo, wave_n))
 
