@@ -81,6 +81,23 @@ def test_json_to_a_folder_that_is_not_there_is_an_error(tmp_path):
         assert result.exit_code == 2 and "cannot write" in words(result) and "python" not in words(result).split()
 
 
+def test_check_of_an_arch_that_has_one_subject():
+    for subject in ("gemm", "grouped", "quantize"):
+        result = invoke("check", subject, "--arch", "gfx1250")
+        assert result.exit_code == 2 and "fourwave check mxfp4" in words(result)
+
+
+def test_explain_of_both_mixes_and_both_names_of_blocks():
+    for dtype in ("mxfp8_mxfp4", "mxfp4_mxfp8"):
+        result = invoke("explain", "gemm", "64", "64", "256", "--dtype", dtype, "--backend", "sim:gfx950")
+        assert result.exit_code == 0 and "cdna4.py for gfx950" in words(result)
+    told = [
+        invoke("explain", "grouped", "64", "128", "256", "--dtype", dtype, "--backend", "sim:gfx950").output
+        for dtype in ("fp8", "fp8_1x128")
+    ]
+    assert told[0] == told[1]
+
+
 # doctor
 
 
@@ -179,7 +196,7 @@ def test_explain_grouped_shows_what_the_compiler_made(tmp_path):
         (["conv", "1", "1", "1"], "choose from gemm, grouped"),
         (["gemm", "1", "2", "3", "--groups", "4"], "--groups goes with grouped"),
         (["grouped", "--dtype", "fp8"], "give M, N and K"),
-        (["grouped", "1", "2", "3", "--dtype", "fp32"], "choose from bf16, fp16, fp8, fp8_tensor, mxfp8"),
+        (["grouped", "1", "2", "3", "--dtype", "fp32"], "choose from bf16, fp16, fp8, fp8_1x128, fp8_tensor, mxfp8"),
         (["gemm"], "give M, N and K"),
         (["gemm", "1", "2"], "give M, N and K"),
         (["gemm", "1", "2", "3", "--layout", "TT"], "choose from TN, NN, NT"),
@@ -456,7 +473,8 @@ def test_check_passes_when_every_row_does(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--arch", "gfx1250"], "choose from gfx950, gfx942"),
+        (["--arch", "gfx1250"], "fourwave check mxfp4"),
+        (["--arch", "gfx90a"], "choose from gfx950, gfx942"),
         (["--layout", "TT"], "choose from TN, NN, NT"),
         (["--dtype", "int8"], "choose from bf16, fp16, fp32, fp8, mxfp8, all"),
         (["nothing"], "choose from gemm, mxfp4, quantize, grouped"),

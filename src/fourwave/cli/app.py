@@ -152,8 +152,9 @@ def explain(
         str,
         typer.Option(
             metavar="DTYPE",
-            help="Of the operands: bf16, fp16, fp32, fp8 (one scale), fp8_row, fp8_1x128, mxfp8, mxfp4, mxfp8_mxfp4 or bf16_mxfp4; "
-            "grouped: bf16, fp16, fp8, fp8_tensor or mxfp8.",
+            help="Of the operands: bf16, fp16, fp32, fp8 (one scale), fp8_row, fp8_1x128, mxfp8, mxfp4, mxfp8_mxfp4, mxfp4_mxfp8 or "
+            "bf16_mxfp4; "
+            "grouped: bf16, fp16, fp8 or fp8_1x128 (blocks, 1x128 with 128x128), fp8_tensor or mxfp8.",
         ),
     ] = "bf16",
     out_dtype: Annotated[

@@ -88,6 +88,8 @@ def run_check(
             f"--dtype chooses among the rows of gemm, --layout of {' and '.join(WITH_LAYOUTS)}: {subject} has a list of its own"
         )
     known = names.MXFP4_ARCHS if subject == "mxfp4" else names.ARCHS
+    if "gfx1250" in (each.lower() for each in names.split(arch)) and "gfx1250" not in known:
+        out.fail("--arch gfx1250: of the kernels that check runs it has those of `fourwave check mxfp4`")
     archs, layouts = names.archs(arch, known), names.layouts(layout)
     dtype = names.split(dtype)
     if dtype and any(word.lower() == ALL for word in dtype):

@@ -30,6 +30,7 @@ OPERANDS: dict[str, tuple[str | None, str | None]] = {
     "bf16": (None, None),
     "fp16": (None, None),
     "fp8": ("1x128", "128x128"),
+    "fp8_1x128": ("1x128", "128x128"),  # the name that it has for one product
     "fp8_tensor": ("tensor", "tensor"),
     "mxfp8": ("1x32", "1x32"),
 }

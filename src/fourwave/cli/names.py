@@ -25,8 +25,9 @@ OPERANDS: dict[str, Operands] = {
     "mxfp8": (E4M3, E4M3, "1x32", "1x32"),
     "mxfp4": (E2M1, E2M1, "1x32", "1x32"),
     "mxfp8_mxfp4": (E4M3, E2M1, "1x32", "1x32"),
+    "mxfp4_mxfp8": (E2M1, E4M3, "1x32", "1x32"),
     "bf16_mxfp4": (torch.bfloat16, E2M1, None, "1x32"),
-}  # the last two: activations and weights
+}  # the last three: activations and weights
 
 
 def choose(option: str, given: Iterable[str], known: Iterable[str]) -> list[str]:
