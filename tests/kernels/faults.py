@@ -112,6 +112,14 @@ REDUNDANT: tuple[Redundant, ...] = (
         "the one LDS read that may stay out is the last, of scales, whose page nothing overwrites in an even step and no epilogue reaches",
     ),
     Redundant(
+        "barrier dropped",
+        "gfx1250.py",
+        "tdm.depart()",
+        r"gfx1250 gemm bf16 x mxfp4 TN 64x256$",
+        "after 22 steps what other waves may still read is stage 1, which so small an epilogue does not reach; after 24 it is stage 0, and the "
+        "fault is found (test_faults.py)",
+    ),
+    Redundant(
         "counter dropped",
         "gfx1250.py",
         "tdm.wait_lds()",

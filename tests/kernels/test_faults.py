@@ -49,8 +49,14 @@ def test_every_fault_is_noticed_or_redundant(call: KernelCall) -> None:
     assert not left
 
 
-@pytest.mark.parametrize(("operands", "rows"), [("mxfp4", 32), ("mxfp8", 64)])
-def test_the_drains_wait_for_lds_reads_is_needed(operands: str, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("operands", "rows", "fault", "line"),
+    [
+        ("mxfp4", 32, "counter dropped", "tdm.wait_lds()"), ("mxfp8", 64, "counter dropped", "tdm.wait_lds()"),
+        ("bf16 x mxfp4", 64, "barrier dropped", "tdm.depart()"),
+    ],
+)  # fmt: skip
+def test_the_drains_wait_and_barrier_are_needed(operands: str, rows: int, fault: str, line: str) -> None:
     """What faults.REDUNDANT says of it: the launches there end with reads of stage 1, this one with reads of stage 0, where the epilogue begins."""
     name = f"gemm {operands} TN {rows}x256"
     case, config = next((case, config) for found, case, config in gfx1250_launches.kernels() if found == name)
@@ -62,11 +68,7 @@ def test_the_drains_wait_for_lds_reads_is_needed(operands: str, rows: int) -> No
         return [] if result.passed else [str(result)]
 
     call = KernelCall(name, "gfx1250", run)
-    wrong, outcomes = try_call(call, lambda fault: fault.name.startswith("counter dropped"), orders=False)
+    wrong, outcomes = try_call(call, lambda each: each.name.startswith(fault), orders=False)
     forget_kernels()
-    waits = [
-        o
-        for o in outcomes
-        if Path(o.file).name == "gfx1250.py" and "tdm.wait_lds()" in linecache.getline(o.file, o.line)
-    ]
+    waits = [o for o in outcomes if Path(o.file).name == "gfx1250.py" and line in linecache.getline(o.file, o.line)]
     assert not wrong and len(waits) >= 3 and all(o.how.startswith("finding: ") for o in waits), waits
