@@ -10,6 +10,11 @@ from torch.autograd import forward_ad
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # other types of tensor may have a dispatch of their own
 
 
+def is_plain(t: torch.Tensor) -> bool:
+    """Whether a tensor can go to a backend as it is: it has memory, and no dispatch of its own."""
+    return type(t) in PLAIN and not t.is_meta
+
+
 def is_special() -> bool:
     """Whether every call is looked at now: by torch.compile, a torch.func transform, a mode, tracing."""
     return (

@@ -14,6 +14,7 @@ from fourwave.ops.gemm.check import check
 from fourwave.ops.gemm.config import GemmConfig, candidates_for, default_config, why_unsupported
 from fourwave.ops.gemm.problem import LAYOUTS
 from fourwave.ops.grouped_gemm.preshuffle import preshuffle
+from fourwave.quantize.tensor import QuantizedTensor
 from fourwave.testing import GemmCase
 from fourwave.testing.shapes import Shape
 
@@ -100,3 +101,23 @@ def launch(case: GemmCase, arch: str, config: GemmConfig | None = None) -> torch
     problem, tensors, _, _ = check(args)
     amd.run(problem, config or default_config(problem, arch)[0], arch, tensors)
     return out
+
+
+def every_code_and_scale(layout: str) -> tuple[torch.Tensor, QuantizedTensor, torch.Tensor]:
+    """bfloat16 a, MXFP4 b and their product: every e2m1 code with every scale that keeps it in bfloat16's range, times one; a scale is NaN."""
+    K = 32 * 252
+    scale = (torch.arange(252).repeat(16, 1) + torch.arange(16)[:, None] % 2).to(torch.uint8)
+    scale[5, 100] = 255
+    nibbles = torch.arange(16)[:, None].expand(16, K).to(torch.uint8)
+    codes = (nibbles[:, ::2] | nibbles[:, 1::2] << 4).contiguous()
+    a = torch.zeros(252, K, dtype=torch.bfloat16)
+    a[torch.arange(252), torch.arange(252) * 32 + torch.arange(252) % 32] = 1.0
+    if layout == "TN":
+        b = QuantizedTensor.from_codes("mxfp4", codes, scale)
+    else:
+        packed = (nibbles.mT[:, ::2] | nibbles.mT[:, 1::2] << 4).contiguous()
+        b = QuantizedTensor.from_codes("mxfp4", None, None, packed, scale.mT.contiguous())
+    magnitudes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+    exact = torch.cat([magnitudes, -magnitudes]) * torch.exp2(scale.mT.double() - 127)
+    exact[:, 5] = float("nan")  # NaN times a's zeros
+    return a, b, exact

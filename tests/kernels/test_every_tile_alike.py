@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import launches
 import pytest
 import torch
 
@@ -20,22 +21,13 @@ pytestmark = [
 ]
 
 SHAPE = Shape("few rows, several steps and a part of one", 18, 72, 1088)
-OPERANDS: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "fp32": {"dtype": torch.float32},
-    "fp8": {"a_format": "fp8_row", "b_format": "fp8_row"},
-    "mxfp8": {"a_format": "mxfp8_e4m3", "b_format": "mxfp8_e4m3"},
-    "1x128": {"a_format": "fp8_1x128", "b_format": "fp8_128x128"},
-    "mxfp4": {"a_format": "mxfp4", "b_format": "mxfp4"},
-    "mxfp8 x mxfp4": {"a_format": "mxfp8_e4m3", "b_format": "mxfp4"},
-    "bf16 x mxfp4": {"b_format": "mxfp4"},
-}
+OPERANDS = {name: options for name, options in launches.OPERANDS.items() if "preshuffled" not in name}
 # Each way to read and to multiply once; the others are exhaustive.
 CHOSEN = {
     ("gfx950", "bf16", "NN"),
     ("gfx950", "fp8", "TN"),
     ("gfx950", "mxfp8", "NN"),
-    ("gfx950", "1x128", "TN"),
+    ("gfx950", "blocks", "TN"),
     ("gfx950", "mxfp4", "TN"),
     ("gfx950", "bf16 x mxfp4", "TN"),
     ("gfx942", "bf16", "TN"),
@@ -53,7 +45,7 @@ def combinations() -> list[Any]:
     found = []
     for arch in ("gfx950", "gfx942"):
         for kind in OPERANDS:
-            for layout in ("TN", "NN", "NT") if kind != "1x128" else ("TN",):
+            for layout in ("TN", "NN", "NT") if kind != "blocks" else ("TN",):
                 if why_unsupported(case_of(arch, kind, layout).problem, None, arch) is None:
                     chosen = (arch, kind, layout) in CHOSEN
                     found.append(pytest.param(arch, kind, layout, marks=() if chosen else pytest.mark.exhaustive))

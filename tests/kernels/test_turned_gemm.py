@@ -18,7 +18,7 @@ LONG = (pytest.mark.slow, pytest.mark.exhaustive)
     ("dtype", "index"),
     [
         pytest.param(dtype, index, marks=() if (dtype, index) == (torch.bfloat16, 3) else LONG)
-        for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fnuz)
         for index in range(5)
     ],
 )

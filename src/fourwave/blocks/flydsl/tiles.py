@@ -55,6 +55,19 @@ def log2(value):
     return value.bit_length() - 1
 
 
+def key_of_pairs(line, chunks):
+    """XORed onto the chunk index of lines of `chunks` chunks, where half a wave reads two neighbouring chunks of each of eight
+    consecutive lines: 64 banks are 8 such pairs, which then lie in different ones."""
+    pairs = chunks // 2
+    if pairs >= 8:
+        return (line & 7) << 1
+    if pairs == 4:
+        return ((line >> 1) & 3) << 1
+    if pairs == 2:
+        return ((line >> 2) & 1) << 1
+    return line & 0
+
+
 @dataclass(frozen=True)
 class OperandTile:
     """One operand's tile of one pipeline stage. See the module docstring for the two layouts."""
@@ -260,15 +273,7 @@ class OperandTile:
             # Half a wave reads one chunk of each of sixteen consecutive lines; 64 banks are 16 chunks. Packed: half a chunk,
             # and the other half of another sixteen (loaders.Fragments).
             return (line & 15) >> max(0, 4 - log2(chunks))
-        # Half a wave reads eight consecutive lines, two neighbouring chunks of each; 64 banks are 8 such pairs.
-        pairs = chunks // 2
-        if pairs >= 8:
-            return (line & 7) << 1
-        if pairs == 4:
-            return ((line >> 1) & 3) << 1
-        if pairs == 2:
-            return ((line >> 2) & 1) << 1
-        return line & 0
+        return key_of_pairs(line, chunks)
 
     # ---- bank model ------------------------------------------------------------------------------------------
 
@@ -351,15 +356,8 @@ class ScaleTile:
         return (line & 1) | ((line & 8) >> 2) | ((line & 6) << 1)
 
     def key(self, line):
-        """XORed onto the chunk index: pairs of chunks of eight consecutive lines lie in different banks."""
-        pairs = self.line_chunks // 2
-        if pairs >= 8:
-            return (line & 7) << 1
-        if pairs == 4:
-            return ((line >> 1) & 3) << 1
-        if pairs == 2:
-            return ((line >> 2) & 1) << 1
-        return line & 0
+        """XORed onto the chunk index."""
+        return key_of_pairs(line, self.line_chunks)
 
     def at_once(self, count):
         """Of a wave's `count` fragments, those whose scales one read brings (loaders.FragmentScales)."""

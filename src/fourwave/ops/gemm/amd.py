@@ -11,6 +11,7 @@ import torch
 
 from fourwave import formats
 from fourwave.backends import guard
+from fourwave.ops.gemm.check import packed
 from fourwave.ops.gemm.config import (
     MAX_TILE_BYTES,
     GemmConfig,
@@ -130,11 +131,6 @@ def _bytes(tensor):
     return tensor.view(1) if tensor.dim() == 0 else tensor
 
 
-def _packed(vector: torch.Tensor) -> torch.Tensor:
-    """A vector with stride 1, as kernels are traced: a single element counts as contiguous whatever its stride."""
-    return vector.as_strided((1,), (1,)) if vector.shape[0] == 1 else vector.contiguous()
-
-
 def _jit_arguments(*arguments):
     """Arguments for tracing: every extent and row stride is a run-time value, the inner stride is 1."""
     import flydsl.compiler as flyc
@@ -189,14 +185,14 @@ def run(
             targets[name] = getattr(tensors, name).clone(memory_format=torch.contiguous_format)
     vectorised = _vectorised(problem, targets.values())
     if bias is not None:
-        bias = _packed(bias)
+        bias = packed(bias)
         if bias.data_ptr() % ALIGN_BYTES and vectorised:
             bias = bias.clone()
             notes.append(_BIAS_COPIED)
     if tensors.out_amax is not None:
         tensors.out_amax.zero_()  # the kernel's workgroups take the maximum with what is there
     if tensors.bias_grad is not None:
-        targets["bias_grad"] = _packed(tensors.bias_grad)
+        targets["bias_grad"] = packed(tensors.bias_grad)
     prepared = tensors._replace(**operands, bias=bias, **targets)
     workspace = None
     if config.split_k > 1:

@@ -37,7 +37,7 @@ from fourwave.ops.gemm.quick import quick
 from fourwave.ops.grouped_gemm.preshuffle import Preshuffled
 from fourwave.quantize.api import reads_fnuz
 from fourwave.quantize.tensor import DIRECTIONS, FORMATS, QuantizedTensor
-from fourwave.transforms import PLAIN, has_tangent, is_special, requires_grad
+from fourwave.transforms import has_tangent, is_plain, is_special, requires_grad
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
@@ -403,6 +403,6 @@ def _needs_operator(tensors: tuple[Tensor | None, ...]) -> bool:
         return True
     grad = torch.is_grad_enabled()
     for t in tensors:
-        if t is not None and (type(t) not in PLAIN or t.is_meta or (grad and t.requires_grad)):
+        if t is not None and (not is_plain(t) or (grad and t.requires_grad)):
             return True
     return False

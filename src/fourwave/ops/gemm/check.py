@@ -254,6 +254,12 @@ def _scale(
     return scale
 
 
+def packed(vector: Tensor) -> Tensor:
+    """A vector, or a copy, with stride 1, as kernels are traced: one element counts as contiguous whatever its stride."""
+    vector = vector.contiguous()
+    return vector if vector.stride(0) == 1 else vector.as_strided(vector.shape, (1,))
+
+
 def check_epilogue(shape: tuple[int, ...], bias: Tensor | None, activation: str | None, device: torch.device) -> None:
     if bias is not None:
         if bias.dim() != 1 or bias.shape[0] != shape[-1]:

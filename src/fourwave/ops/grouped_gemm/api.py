@@ -16,7 +16,7 @@ from fourwave.ops.grouped_gemm.explain import explain_arguments
 from fourwave.ops.grouped_gemm.preshuffle import Preshuffled
 from fourwave.ops.grouped_gemm.problem import REDUCTION, ROWS
 from fourwave.quantize.tensor import QuantizedTensor
-from fourwave.transforms import PLAIN, has_tangent, is_special, requires_grad
+from fourwave.transforms import has_tangent, is_plain, is_special, requires_grad
 
 if TYPE_CHECKING:
     from fourwave.ops.grouped_gemm.config import GroupedConfig
@@ -312,11 +312,7 @@ def _call(args: GroupedArguments, check_sizes: bool) -> Tensor:
 
 def _needs_operator(*tensors: Tensor | None) -> bool:
     """Whether something other than plain eager execution has to see the call as one operator."""
-    if (
-        is_special()
-        or has_tangent(tensors)
-        or any(t is not None and (type(t) not in PLAIN or t.is_meta) for t in tensors)
-    ):
+    if is_special() or has_tangent(tensors) or not all(t is None or is_plain(t) for t in tensors):
         return True
     return torch.is_grad_enabled() and requires_grad(tensors)
 

@@ -10,7 +10,7 @@ import torch
 
 from fourwave.formats.element import E8M0
 from fourwave.formats.scaling import SCALINGS
-from fourwave.ops.gemm.check import columns, flag, matrix
+from fourwave.ops.gemm.check import columns, flag, matrix, packed
 from fourwave.ops.gemm.problem import FLOAT8, PACKED_E2M1, PRECISIONS
 from fourwave.ops.grouped_gemm.preshuffle import check_shuffled
 from fourwave.ops.grouped_gemm.problem import (
@@ -106,7 +106,7 @@ def check(args: GroupedArguments) -> GroupedCall:
     tensors = GroupedTensors(
         matrix(a, a.shape[0], "a", notes),
         _stack(b, "b", notes) if args.split == ROWS else matrix(b, b.shape[0], "b", notes),
-        _vector(args.m_sizes.resolve_neg()),
+        packed(args.m_sizes.resolve_neg()),
         args.out,  # type: ignore[arg-type]
         None if args.bias is None else args.bias.resolve_neg().contiguous(),
         _a_scale(args, problem),
@@ -114,11 +114,6 @@ def check(args: GroupedArguments) -> GroupedCall:
     )
     _check_overlap(args)
     return GroupedCall(problem, tensors, notes)
-
-
-def _vector(t: Tensor) -> Tensor:
-    """t [n], or a copy, with stride 1: a tensor of one element is contiguous with any."""
-    return t.contiguous().as_strided(t.shape, (1,))
 
 
 def fake_result(args: GroupedArguments) -> Tensor:
