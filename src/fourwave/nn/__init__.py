@@ -7,8 +7,9 @@ from fourwave.nn.grouped_linear import GroupedLinear
 from fourwave.nn.layernorm_linear import LayerNormLinear
 from fourwave.nn.layernorm_mlp import LayerNormMLP
 from fourwave.nn.linear import Linear
+from fourwave.nn.moe_mlp import MoEMLP
 
 __all__ = [
-    "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear", "QuantizedModule", "autocast", "checkpoint", "convert",
+    "GroupedLinear", "LayerNormLinear", "LayerNormMLP", "Linear", "MoEMLP", "QuantizedModule", "autocast", "checkpoint", "convert",
     "prepare",
 ]  # fmt: skip
