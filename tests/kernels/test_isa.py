@@ -347,6 +347,9 @@ LOOP = """
 	s_barrier
 	buffer_load_dwordx4 v1, s[0:3], 0 offen lds
 	buffer_load_dwordx4 v[4:7], v1, s[0:3], 0 offen
+	buffer_load_ubyte v3, v1, s[0:3], 0 offen
+	ds_write_b128 v2, v[4:7]
+	ds_bpermute_b32 v3, v2, v3
 	ds_read_b128 v[4:7], v2
 	ds_read_b64_tr_b16 v[8:9], v2 offset:8
 	v_mfma_f32_16x16x32_bf16 v[0:3], v[4:7], v[8:11], v[0:3]
@@ -372,8 +375,10 @@ def test_parse_counts_the_loop_with_most_matrix_instructions():
     kernel = isa.parse(LOOP, "gfx950", None, "not linked", 64)
     loop = kernel.main_loop
     assert (kernel.name, kernel.vgpr, kernel.agpr, kernel.vgpr_spills) == ("k", 16, 4, 3)
-    assert (loop.mfma, loop.k, loop.loads_to_lds, loop.loads, loop.barriers) == (2, 64, 1, 1, 1)
+    assert (loop.mfma, loop.k, loop.loads_to_lds, loop.loads, loop.barriers) == (2, 64, 1, 2, 1)
     assert loop.lds_reads == {"ds_read_b128": 1, "ds_read_b64_tr_b16": 1}
+    assert loop.narrow == {"buffer_load_ubyte": 1, "ds_read_b64_tr_b16": 1}
+    assert "1 buffer_load_ubyte, 1 ds_read_b64_tr_b16 accesses of fewer than 16 bytes" in str(kernel)
     assert loop.waits == ["vmcnt(4) lgkmcnt(0)"]
     assert (loop.valu, loop.copies, loop.salu) == (1, 1, 2)
 

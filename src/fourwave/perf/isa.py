@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 LINKERS = ("ld.lld-22", "ld.lld-21", "ld.lld-20", "ld.lld-19", "ld.lld")
 COMPILE_SECONDS = 300  # time limit of the child
 _MATRIX = ("v_mfma", "v_wmma")
+_ACCESS = re.compile(r"(ds_(read|write|load|store)|(buffer|global|flat|scratch)_(load|store|atomic))")
+_WIDE = re.compile(r"(_b128|_dwordx4)$")  # 16 bytes a lane
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class MainLoop:
     mfma: int  # or WMMA
     lds_reads: dict[str, int]  # by mnemonic
     lds_writes: dict[str, int]
+    narrow: dict[str, int]  # accesses to global memory and LDS of fewer than 16 bytes a lane, by mnemonic
     loads_to_lds: int
     loads: int  # global or buffer loads into registers
     stores: int
@@ -76,6 +79,7 @@ class CompiledKernel:
         loop = self.main_loop
         reads = ", ".join(f"{count} {name}" for name, count in loop.lds_reads.items()) or "0"
         writes = ", ".join(f"{count} {name}" for name, count in loop.lds_writes.items()) or "0"
+        narrow = ", ".join(f"{count} {name}" for name, count in loop.narrow.items()) or "0"
         return "\n".join(
             [
                 f"{self.name} for {self.arch}",
@@ -87,6 +91,7 @@ class CompiledKernel:
                 f"    LDS reads     {reads}",
                 f"    LDS writes    {writes}",
                 f"    loads         {loop.loads_to_lds} to LDS, {loop.loads} to registers",
+                f"    narrow        {narrow} accesses of fewer than 16 bytes a lane",
                 f"    waits         {len(loop.waits)}: {'; '.join(loop.waits)}",
                 f"    barriers      {loop.barriers}",
                 f"    other         {loop.valu} vector, {loop.copies} register copies, {loop.salu} scalar",
@@ -270,12 +275,15 @@ def _main_loop(text, barrier_k):
         raise ValueError("no loop with matrix instructions in the assembly")
     reads: dict[str, int] = {}
     writes: dict[str, int] = {}
+    narrow: dict[str, int] = {}
     waits = []
     count = dict.fromkeys(("to_lds", "loads", "stores", "barriers", "valu", "copies", "salu"), 0)
     for line in best:
         op, _, operands = line.partition(" ") if " " in line else line.partition("\t")
         if op.startswith(_MATRIX):
             continue
+        if _ACCESS.match(op) and not _WIDE.search(op):
+            narrow[op] = narrow.get(op, 0) + 1
         if op.startswith(("ds_read", "ds_load")):
             reads[op] = reads.get(op, 0) + 1
         elif op.startswith("ds_"):
@@ -303,7 +311,7 @@ def _main_loop(text, barrier_k):
         else:
             raise ValueError(f"unknown kind of instruction in the main loop: {line}")
     return MainLoop(
-        k=max(1, count["barriers"]) * (barrier_k or 0), mfma=best_mfma, lds_reads=reads, lds_writes=writes, loads_to_lds=count["to_lds"],
+        k=max(1, count["barriers"]) * (barrier_k or 0), mfma=best_mfma, lds_reads=reads, lds_writes=writes, narrow=narrow, loads_to_lds=count["to_lds"],
         loads=count["loads"], stores=count["stores"], waits=waits, barriers=count["barriers"], valu=count["valu"],
         copies=count["copies"], salu=count["salu"], instructions=len(best),
     )  # fmt: skip
