@@ -19,8 +19,9 @@ from targets import TARGETS, Target
 
 @pytest.fixture(autouse=True, scope="session")
 def _few_threads() -> None:
-    # Two test processes (pytest -n 2) on two cores; the simulator takes its threads itself.
-    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    # The cores are shared by the test processes (pytest -n 2 on two); the simulator takes its threads itself.
+    processes = max(2, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 2)))
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // processes))
 
 
 @pytest.fixture(autouse=True)
