@@ -35,7 +35,9 @@ OPERANDS: dict[str, dict[str, Any]] = {
 
 
 def scale_reads(geo: Geometry, halves: bool = False) -> dict[str, int]:
-    """LDS reads of e8m0 scales in a step of the main loop, by name: 16 bytes a lane, or transposing; each serves the step."""
+    """LDS reads of scales in a step of the main loop, by name: 16 bytes a lane, or transposing; each serves the step."""
+    if geo.scales == "128":
+        return {"ds_read_b128": geo.frags_m + 1}
     reads = {"ds_read_b128": 0, "ds_read_b64_tr_b8": 0}
     parts = 2 if halves else 1
     for tile, fragments in zip(geo.scale_tiles, (geo.frags_m, geo.frags_n), strict=True):

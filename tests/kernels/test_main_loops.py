@@ -1,9 +1,9 @@
 """Every GEMM kernel that the AMD backends have: its main loop's accesses, spills and LDS bank conflicts.
 
 Operands move 16 bytes a lane: global loads always; LDS writes always; LDS reads on gfx942 always, on gfx950 where K is contiguous.
-Where it is not, gfx950 reads as wide as its transposing reads are (ds_read_b64_tr_*), and two neighbours of 32 bits. e8m0 scales on
-gfx950 move like operands, a read for several fragments and all K of a step; float32 scales of 128 k are read one by one. What the
-compiler makes of packed operands is in test_packed_gemm.py.
+Where it is not, and elements have less than 32 bits, gfx950 reads as wide as its transposing reads are (ds_read_b64_tr_*). e8m0 scales
+on gfx950 move like operands, a read for several fragments and all K of a step; float32 scales of 128 k too, a read for each fragment.
+What the compiler makes of packed operands is in test_packed_gemm.py.
 """
 
 from __future__ import annotations
@@ -105,22 +105,15 @@ def test_accesses_and_spills(arch: str, precision: str, layout: str, config: Gem
     assert all(line.startswith("ds_write_b128") for line in accesses(kernel, "ds_write"))
     reads = kernel.main_loop.lds_reads
     contiguous = [(geo.frags_m, geo.a), (geo.frags_n, geo.b)][: 1 if ahead else 2]
-    fragment_reads = sum(frags for frags, tile in contiguous if tile.k_contiguous or arch == "gfx942")
+    fragment_reads = sum(frags for frags, tile in contiguous if not tile.transposing)
     per_fragment = geo.a.fragment_bytes // 16 * tiles * geo.num_slices
-    mx = geo.scales is True
-    scales = launches.scale_reads(geo, in_halves(config, size, arch)) if mx else {}
+    scales = launches.scale_reads(geo, in_halves(config, size, arch)) if geo.scales else {}
     assert reads.get("ds_read_b128", 0) == fragment_reads * per_fragment + scales.get("ds_read_b128", 0)
     narrow = {op for op in reads if op != "ds_read_b128"}
-    if arch == "gfx942":
-        assert not narrow
-    elif layout == "TN":
-        # float32 scales only.
-        known = {"1x128": {"ds_read_b32", "ds_read2_b32", "ds_read2st64_b32"}}
-        assert narrow <= known.get(problem.a_scaling or "", set())
-    elif size < 4:
-        transposing = f"ds_read_b64_tr_b{8 * size}"
-        assert narrow == {transposing}
-        columns = sum(frags for frags, tile in contiguous if not tile.k_contiguous)
+    columns = sum(frags for frags, tile in contiguous if tile.transposing)
+    transposing = f"ds_read_b64_tr_b{8 * size}"
+    assert narrow == ({transposing} if columns else set())
+    if columns:
         assert reads[transposing] == 2 * columns * per_fragment + scales.get(transposing, 0)
 
 

@@ -80,6 +80,18 @@ def reads(arch: str, tile: OperandTile):
                     addresses = [tile.address(line_at[k], m // chunk) + m % chunk * size for k, m in where]
                     yield addresses, [range(32), range(32, 64)], 8
         return
+    if tile.in_columns:
+        # Chunks of four columns; lanes that share one read it at neighbouring k.
+        sharing = 4 // tile.group
+        for k0 in range(0, tile.tile_k, 4 * lane_k):
+            for column0 in range(0, tile.extent, 16 * tile.group):
+                for k in range(0, lane_k, sharing):
+                    where = [
+                        (k0 + lane_k * (x // 16) + k + x % sharing, column0 + x % 16 // sharing * 4) for x in LANES
+                    ]
+                    addresses = [tile.address(line_at[each], m // chunk) for each, m in where]
+                    yield addresses, read_b128_groups(tile.banks), 16
+        return
     width = size * tile.group
     together = max(1, min(64, tile.banks * 4 // max(width, 4)))
     groups = [range(first, first + together) for first in range(0, 64, together)]

@@ -547,9 +547,10 @@ class FragmentScales:
 
 
 class WideFragmentScales:
-    """The same for float32 scales of blocks of 128 k, one slice at a time: for each fragment a Float32; of cells one for all."""
+    """The same for float32 scales of blocks of 128 k, SCALE_K of K at a time: for each fragment a Vector of its slices' (ds_read_b128); of
+    cells one for all."""
 
-    slices = 1
+    slices = SCALE_K // 128
 
     def __init__(self, scale_tile, lds, place, first_row, count, lane):
         self.tile, self.lds, self.count = (
@@ -568,13 +569,12 @@ class WideFragmentScales:
         return len(self)
 
     def read(self, k_slice):
-        per_slot = SCALE_BLOCKS // LANE_GROUPS
-        k_slice = fx.Uint32(k_slice)
-        slot = (k_slice // per_slot) % self.tile.slots
-        at = fx.Int32(slot * self.tile.slot_bytes + k_slice % per_slot * self.tile.slice_bytes)
+        """k_slice: number of the first slice (Int32, uniform), a multiple of `slices`."""
+        slot = (fx.Uint32(k_slice) // self.slices) % self.tile.slots
+        at = fx.Int32(slot * self.tile.slot_bytes)
         bases = [base + at for base in self.bases]
         at = [bases[i // 4] + i % 4 * self.tile.fragment_bytes for i in range(self.count)]
-        return [lds_read(self.lds, each, 1, fx.Float32) for each in at]
+        return [lds_read(self.lds, each, self.slices, fx.Float32) for each in at]
 
     def sort(self, values, k_slice):
         return values

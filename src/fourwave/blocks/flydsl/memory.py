@@ -174,6 +174,18 @@ def transpose_bytes(words, columns):
     return out
 
 
+# DPP controls: AMD CDNA3 ISA guide, "DPP_CTRL enumeration". The lanes whose number differs in one bit.
+QUAD_XOR = {0: 0xB1, 1: 0x4E}  # quad_perm 1, 0, 3, 2 and 2, 3, 0, 1
+ALL_BANKS = 0xF  # of a row of sixteen lanes; a bank is four
+
+
+@dsl_loc_tracing
+def move_lanes(value, keep, control, banks=ALL_BANKS):
+    """value (Int32) of the lane that control says; `keep` in the lanes of the other banks."""
+    moved = _rocdl.update_dpp(fx.Int32.ir_type, as_ir_value(keep), as_ir_value(value), control, 0xF, banks, True)
+    return fx.Int32(moved)
+
+
 @dsl_loc_tracing
 def swap_lanes(a, b, lanes):
     """gfx950, Int32: (a, b) after every second run of `lanes` (16 or 32) lanes of a, the second first, has changed places with

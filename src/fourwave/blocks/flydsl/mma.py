@@ -164,12 +164,13 @@ class WaveMma:
             for index, (product, old) in enumerate(zip(products, acc, strict=True))
         ]
 
-    def fold(self, a, b, acc, row_scales, column_scale):
-        """acc += (a[i] @ b[j]) * (row_scales[i] * column_scale), slices of 128 k of 8-bit operands on gfx950. One product at a
-        time: all of them would need as many registers again as acc."""
+    def fold(self, a, b, acc, row_scales, column_scale, k_slice):
+        """acc += (a[i] @ b[j]) * (row_scales[i] * column_scale), slices of 128 k of 8-bit operands on gfx950; scales: element
+        `k_slice` of Vectors. One product at a time: all of them would need as many registers again as acc."""
         assert self.parts == 1
         zero = fx.Vector.filled(ACC_PER_LANE, 0.0, fx.Float32)
-        factors = [fx.Vector.filled(ACC_PER_LANE, scale[0] * column_scale[0], fx.Float32) for scale in row_scales]
+        of_column = column_scale[k_slice]
+        factors = [fx.Vector.filled(ACC_PER_LANE, scale[k_slice] * of_column, fx.Float32) for scale in row_scales]
         out = list(acc)
         for j in range(self.frags_n):
             for i in range(self.frags_m):

@@ -5,8 +5,9 @@ Its image in LDS keeps the memory order of the operand, so that global memory is
 
   k_contiguous      [extent][tile_k]   fragments are read with ds_read_b128
   otherwise         [tile_k][extent]   gfx950: transposing reads (ds_read_b64_tr_b16, ds_read_b64_tr_b8)
-                                       its 32-bit operands, and gfx942's grouped kernels: a lane reads `group` neighbours
-                                       at each k and sorts them into as many fragments in registers
+                                       its 32-bit operands: column_chunks.py
+                                       gfx942's grouped kernels: a lane reads `group` neighbours at each k and sorts them
+                                       into as many fragments in registers
                                        gfx942's dense kernels: turned_tiles.py
 
 Two permutations make the reads free of bank conflicts without padding (a direct load to LDS cannot pad):
@@ -92,6 +93,11 @@ class OperandTile:
         return not self.k_contiguous and self.banks == 64 and self.elem_bytes < 4
 
     @property
+    def in_columns(self):
+        """Whether fragments are read by chunks of four columns (column_chunks.py)."""
+        return not self.k_contiguous and self.banks == 64 and self.elem_bytes == 4
+
+    @property
     def slice_k(self):
         """k of one fragment; where packed bytes run along K, the bytes of it."""
         across = 2 if self.packed and not self.k_contiguous else 1  # elements of k in a byte of a fragment
@@ -172,8 +178,10 @@ class OperandTile:
         K not contiguous, 64 banks: bits 2 and 3 of k are swapped. One transposing read of half a wave touches k = 0-3
         and 8-11 (or 4-7 and 12-15); the swap makes these eight lines consecutive. 8-bit operands: bits 3 and 4; the
         read touches k = 0-7 and 16-23 (or 8-15 and 24-31), sixteen lines. Packed ones: bits 4 and 5; k = 0-15 and 32-47.
-        K not contiguous, without transposing reads: the four lines 8 apart in k (16 for 8-bit operands, 4 for 32-bit
-        ones) that the lane groups read at once are consecutive.
+        K not contiguous, 64 banks, 32 bits: lines are in memory's order; those that lanes who share a chunk's columns read at once
+        are consecutive k.
+        K not contiguous, without transposing reads: the four lines 8 apart in k (16 for 8-bit operands) that the lane groups
+        read at once are consecutive.
         """
         if self.k_contiguous:
             if self.group == 1:
@@ -185,6 +193,8 @@ class OperandTile:
             if self.elem_bytes == 1:
                 return (line & ~24) | ((line & 8) << 1) | ((line & 16) >> 1)
             return (line & ~12) | ((line & 4) << 1) | ((line & 8) >> 1)
+        if self.in_columns:
+            return line
         lane_k = CHUNK_BYTES // self.elem_bytes
         return (line & ~(4 * lane_k - 1)) | ((line & 3) << log2(lane_k)) | ((line >> 2) & (lane_k - 1))
 
@@ -195,6 +205,8 @@ class OperandTile:
             return MMA_M * self.group
         if self.transposing:
             return 64 if self.packed else 32 // self.elem_bytes
+        if self.in_columns:
+            return 1
         return 64 // self.elem_bytes
 
     def half(self, waves):
@@ -264,7 +276,8 @@ class OperandTile:
     def _key_transposed(self, line):
         chunks = self.chunks_per_line
         if not self.transposing:
-            # Lane groups read consecutive lines, 16 * group elements of each: as many lines at once as fill the banks.
+            # Lane groups (32 bits, 64 banks: lanes that share chunks) read consecutive lines, 16 * group elements of each: as many
+            # lines at once as fill the banks.
             at_once = self.banks * 4 // CHUNK_BYTES
             span = max(1, MMA_M * self.group * self.elem_bytes // CHUNK_BYTES)
             together = min(LANE_GROUPS, max(1, at_once // span))
@@ -377,7 +390,6 @@ class WideScaleTile:
     cells: bool
     block_k = 128
     elem_bytes = 4
-    slice_bytes = 4  # between the scales of successive slices
     fragment_bytes = MMA_M * CHUNK_BYTES  # between those of successive fragments
 
     @property
@@ -474,10 +486,12 @@ class Geometry:
     @property
     def tiles_per_step(self):
         """K tiles per main-loop step: the fragments read ahead alternate between two sets of registers, so a step has an
-        even number of slices; with an odd number they would have to be copied. An odd last tile is zeros. Preshuffled b
-        goes round as many sets as it is loaded ahead."""
+        even number of slices; with an odd number they would have to be copied. Float32 scales are read once a step, for all
+        its slices: SCALE_K. What a last step has too much of is zeros. Preshuffled b goes round as many sets as it is loaded ahead."""
         if self.b_ahead:
             return self.b_ahead
+        if self.scales == "128":
+            return SCALE_K // self.tile_k
         return 2 if self.num_slices % 2 else 1
 
     @property

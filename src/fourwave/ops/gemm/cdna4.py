@@ -13,7 +13,7 @@ bias     [N], optional
 Four waves of 64 lanes compute one tile_m x tile_n tile; each wave holds its share of the accumulator in registers for
 all of K. Operand tiles go from global memory straight to LDS (buffer_load_dwordx4 ... lds) in the operand's own
 memory order; the swizzle is in which chunk a lane fetches (blocks/flydsl/tiles.py). Where K is not contiguous,
-fragments are read with transposing LDS reads (ds_read_b64_tr_b16, _b8, _b4), or sorted in registers (32 bits).
+fragments are read with transposing LDS reads (ds_read_b64_tr_b16, _b8, _b4), or put together in registers (32 bits).
 
 Schedule, K step k, with num_stages LDS buffers per operand and num_slices = tile_k / slice_k (32; 128 for 8-bit operands):
   slices 0 .. last - 1: read the next slice's fragments of tile k; multiply this slice's
@@ -46,6 +46,7 @@ import flydsl.compiler as flyc
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl import e2m1
+from fourwave.blocks.flydsl.column_chunks import ColumnFragments
 from fourwave.blocks.flydsl.epilogue import SWIGLU, row_sums
 from fourwave.blocks.flydsl.loaders import BlockScales, Fragments, GlobalTile, PreshuffledRows, load_direct
 from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, lds_struct, uniform, wait_lds, wait_loads
@@ -56,6 +57,10 @@ from fourwave.ops.gemm.cdna import finish, launcher
 from fourwave.ops.gemm.config import brings_scales, geometry, shuffled_ahead, split_step
 
 ARCH = "gfx950"
+
+
+def reader_of(tile):
+    return ColumnFragments if tile.in_columns else Fragments
 
 
 def build(spec, fmt, epi):
@@ -98,11 +103,11 @@ def build(spec, fmt, epi):
         lds = fx.SharedAllocator().allocate(storage).peek()
         lds_a = lds.a.ptr
         global_a = GlobalTile(arguments.a, geo.a, m0, K, thread)
-        fragments_a = Fragments(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
+        fragments_a = reader_of(geo.a)(geo.a, fmt, wave_m * geo.wave_tile_m, geo.frags_m, lane)
         if fx.const_expr(through_lds):
             lds_b = lds.b.ptr
             global_b = GlobalTile(arguments.b, geo.b, n0, K, thread)
-            fragments_b = Fragments(geo.b, fmt_b, wave_n * geo.wave_tile_n, geo.frags_n, lane)
+            fragments_b = reader_of(geo.b)(geo.b, fmt_b, wave_n * geo.wave_tile_n, geo.frags_n, lane)
             values_b, reads_b = fragments_b.values, fragments_b.reads
         else:
             rows_b = PreshuffledRows(arguments.b, geo, n0, N, row_k, K, wave_n * geo.wave_tile_n, lane)
@@ -205,7 +210,7 @@ def build(spec, fmt, epi):
                         ]
                         acc = mma.step(fragments_a.sort(frag_a), multiplied_b, acc)
                     elif fx.const_expr(scaling == "128"):
-                        acc = mma.fold(frag_a, multiplied_b, acc, scale_a, scale_b[0])
+                        acc = mma.fold(frag_a, multiplied_b, acc, scale_a, scale_b[0], byte)
                     else:
                         acc = mma.step(fragments_a.sort(frag_a), multiplied_b, acc, scale_a, scale_b, byte)
                     loads = geo.loads_per_tile - (geo.b_loads if b_ahead else 0) if k_slice == geo.num_slices - 1 else 0

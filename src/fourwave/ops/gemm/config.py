@@ -447,7 +447,7 @@ def operand_tiles(
     """(a, b) tiles as they lie in LDS: in the operand's memory order.
 
     group (OperandTile): pairs of N fragments are woven where K is contiguous; where it is not, up to four on gfx942, which turns
-    such tiles on their way to LDS (turned_tiles.py), and two of 32-bit operands on gfx950.
+    such tiles on their way to LDS (turned_tiles.py), and of 32-bit operands on gfx950 (column_chunks.py).
     swiglu: a wave's groups of N fragments come in turn from the two halves of b, so that it holds both factors.
     """
     banks = LDS_BANKS[arch]
@@ -457,10 +457,8 @@ def operand_tiles(
         fragments = extent // waves // 16
         if k_contiguous:
             groups: tuple[int, ...] = (2, 1) if is_b else (1,)
-        elif arch == "gfx942":
-            groups = (4, 2, 1)
         else:
-            groups = (2, 1) if elem_bytes == 4 else (1,)
+            groups = (4, 2, 1) if arch == "gfx942" or elem_bytes == 4 else (1,)
         swiglu_b = swiglu and is_b
         group = next((g for g in groups if fragments % (2 * g if swiglu_b else g) == 0), 1)
         pairs = 16 * group if swiglu_b else 0
