@@ -98,6 +98,28 @@ def copy_word(target: cute.Pointer, source: cute.Pointer, *, loc=None, ip=None) 
     )
 
 
+@dsl_user_op
+def copy_bytes(
+    target: cute.Pointer, source: cute.Pointer, size: Int32, barrier: cute.Pointer, *, loc=None, ip=None
+) -> None:
+    """`size` bytes, a multiple of 16 between multiples of 16, from global to shared memory (cp.async.bulk). One thread."""
+    llvm.inline_asm(
+        None,
+        [
+            target.to_llvm_ptr(loc=loc, ip=ip),
+            source.to_llvm_ptr(loc=loc, ip=ip),
+            Int32(size).ir_value(loc=loc, ip=ip),
+            barrier.to_llvm_ptr(loc=loc, ip=ip),
+        ],
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        "r,l,r,r,~{memory}",
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
 @cute.jit
 def clear_rows(out: cute.Pointer, stride: Int64, first: Int32, M: Int32, N: Int32, worker: Int32, workers: Int32):
     """Zeros in rows first ... M - 1 of out. Worker: a warp; the lanes of one take neighbouring elements."""

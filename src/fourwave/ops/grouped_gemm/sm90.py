@@ -19,8 +19,7 @@ sums; meanwhile the other consumer's products run.
 Barriers
   full    1 arrival, which announces TMA's bytes, and with scales one for each of the producer's lanes
   empty   of each consumer warp of each CTA of the cluster
-  named   1 + i: the threads of consumer i, around its output buffer
-          BEHIND: of tiles of two halves, consumer 1 starts when consumer 0's first products are there, so that one adds while
+  named   BEHIND: of tiles of two halves, consumer 1 starts when consumer 0's first products are there, so that one adds while
           the other's products run
 """
 
@@ -58,7 +57,8 @@ class GroupedGemm:
     share       CTAs of a cluster
     groups      that the table has room for, a multiple of 32
     by_group    a's scales of blocks are in blocks of groups (GroupedProblem.a_scale_layout)
-    quads       else TMA brings them, QUAD k blocks at a time; their rows begin at multiples of 16 bytes
+    bulk        copy engines bring a's scales, which begin at 16 bytes: by group, those of a k block, one piece, from the 16 bytes
+                that the first row's are in; by row, QUAD k blocks of all rows by TMA. Else cp.async does, word by word
     vector      N, rows of out and their starts are multiples of 16 bytes
     """
 
@@ -74,7 +74,7 @@ class GroupedGemm:
     a_scaling: str | None
     b_scaling: str | None
     by_group: bool
-    quads: bool
+    bulk: bool
     promote: bool
     vector: bool
     overlap: bool
@@ -89,8 +89,21 @@ class GroupedGemm:
         return CELL if self.tile_n % CELL == 0 else CELL // 2
 
     @property
+    def quads(self) -> bool:
+        return self.bulk and not self.by_group
+
+    @property
+    def strips(self) -> bool:
+        return self.bulk and self.by_group
+
+    @property
+    def strip_elements(self) -> int:
+        """Of a stage's buffer of a k block's scales."""
+        return HALF * self.halves + 4
+
+    @property
     def scales(self) -> BlockScales:
-        return BlockScales(0 if self.quads else HALF * self.halves, self.tile_n // self.cell_columns)
+        return BlockScales(0 if self.bulk else HALF * self.halves, self.tile_n // self.cell_columns)
 
     @property
     def quad_slots(self) -> int:
@@ -101,6 +114,13 @@ class GroupedGemm:
     def quad_elements(self) -> int:
         """Of a slot."""
         return HALF * self.halves * QUAD
+
+    @property
+    def bulk_elements(self) -> int:
+        """Of the buffers of a's scales."""
+        if self.strips:
+            return self.num_stages * self.strip_elements
+        return self.quad_slots * self.quad_elements if self.quads else 4
 
     def quad_layout(self):
         return cute.make_layout((HALF * self.halves, QUAD), stride=(QUAD, 1))
@@ -166,10 +186,7 @@ class GroupedGemm:
             scales: cute.struct.Align[
                 cute.struct.MemRange[Float32, self.num_stages * self.scales.pitch if self.blocks else 4], 16
             ]
-            quads: cute.struct.Align[
-                cute.struct.MemRange[Float32, self.quad_slots * self.quad_elements if self.quads else 4], 128
-            ]
-            out: cute.struct.Align[cute.struct.MemRange[writer.buffered, 2 * writer.elements], 16]
+            row_scales: cute.struct.Align[cute.struct.MemRange[Float32, self.bulk_elements], 128]
 
         storage = SmemAllocator().allocate(Storage)
         smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
@@ -177,7 +194,7 @@ class GroupedGemm:
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
         scales = storage.scales.data_ptr()
-        quads = storage.quads.data_ptr()
+        row_scales = storage.row_scales.data_ptr()
         if thread == 0:
             for i in cutlass.range_constexpr(self.num_stages):
                 cute.arch.mbarrier_init(full + i, 33 if self.blocks else 1)
@@ -232,7 +249,7 @@ class GroupedGemm:
                         along, stride = end - start, Int32(1)
                     if cutlass.const_expr(self.quads):
                         smem_quads = cute.make_tensor(
-                            quads,
+                            row_scales,
                             cute.make_layout(
                                 (HALF * halves, QUAD, self.quad_slots), stride=(QUAD, 1, self.quad_elements)
                             ),
@@ -253,8 +270,20 @@ class GroupedGemm:
                         if cutlass.const_expr(self.quads):
                             if k % QUAD == 0:
                                 arriving += 4 * self.quad_elements
+                        place = first + (row0 - start) * stride + along * k
+                        strip = (cutlass.min(end - row0, tile_m) + place % 4 + 3) // 4 * 16  # bytes
+                        if cutlass.const_expr(self.strips):
+                            arriving += strip
                         with cute.arch.elect_one():
                             cute.arch.mbarrier_arrive_and_expect_tx(barrier, arriving)
+                        if cutlass.const_expr(self.strips):
+                            with cute.arch.elect_one():
+                                groups.copy_bytes(
+                                    row_scales + write.index * self.strip_elements,
+                                    scale_a + place // 4 * 4,
+                                    strip,
+                                    barrier,
+                                )
                         if cutlass.const_expr(self.quads):
                             if k % QUAD == 0:
                                 cute.copy(
@@ -296,7 +325,6 @@ class GroupedGemm:
             operand_b = mma.make_fragment_B(slice_.partition_B(smem_b))
             per_half = ROWS * self.tile_n // WARPGROUP
             total = cute.make_rmem_tensor(per_half * halves, Float32)
-            buffer = storage.out.data_ptr() + consumer * writer.elements
             stage, phase, slot = Int32(0), Int32(0), Int32(0)
             while tile < num_tiles:
                 g = groups.find(tile_end, tile, g, lane)
@@ -307,58 +335,25 @@ class GroupedGemm:
                 row0 = start + m_tile * tile_m
                 n0 = (n_tile * share + rank) * self.tile_n
                 total.fill(0.0)
+                along, place = Int32(1), Int32(0)
+                if cutlass.const_expr(self.strips):
+                    along, place = end - start, start * k_tiles + (row0 - start)
                 if cutlass.const_expr(halves == 2):
                     if end - row0 > HALF:
                         stage, phase, slot = self.multiply(
-                            2,
-                            full,
-                            empty,
-                            stage,
-                            phase,
-                            total,
-                            operand_a,
-                            operand_b,
-                            k_tiles,
-                            scales,
-                            quads,
-                            slot,
-                            consumer,
-                            thread,
-                        )
+                            2, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, row_scales, slot, place,
+                            along, consumer, thread,
+                        )  # fmt: skip
                     else:
                         stage, phase, slot = self.multiply(
-                            1,
-                            full,
-                            empty,
-                            stage,
-                            phase,
-                            total,
-                            operand_a,
-                            operand_b,
-                            k_tiles,
-                            scales,
-                            quads,
-                            slot,
-                            consumer,
-                            thread,
-                        )
+                            1, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, row_scales, slot, place,
+                            along, consumer, thread,
+                        )  # fmt: skip
                 else:
                     stage, phase, slot = self.multiply(
-                        1,
-                        full,
-                        empty,
-                        stage,
-                        phase,
-                        total,
-                        operand_a,
-                        operand_b,
-                        k_tiles,
-                        scales,
-                        quads,
-                        slot,
-                        consumer,
-                        thread,
-                    )
+                        1, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, row_scales, slot, place, along,
+                        consumer, thread,
+                    )  # fmt: skip
                 alpha = Float32(1.0)
                 if cutlass.const_expr(self.a_scaling == "tensor"):
                     alpha = alpha * scale_a[0]
@@ -374,8 +369,8 @@ class GroupedGemm:
                                 own = row + thread // 32 * 16 + lane // 4 + 8 * i
                                 factors[i] = alpha * scale_a[cutlass.min(own, end - 1)]
                         writer.store(
-                            total, half * per_half, per_half, buffer, out, out_stride, row, end, n0, N, factors,
-                            scale_b + g * N, bias + g * N, thread, 1 + consumer,
+                            total, half * per_half, per_half, out, out_stride, row, end, n0, N, factors,
+                            scale_b + g * N, bias + g * N, thread,
                         )  # fmt: skip
                 tile += clusters
             groups.clear_rows(
@@ -404,8 +399,8 @@ class GroupedGemm:
     @cute.jit
     def multiply(
         self, live: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, total: cute.Tensor,
-        a: cute.Tensor, b: cute.Tensor, k_tiles: Int32, scales: cute.Pointer, quads: cute.Pointer, slot: Int32,
-        consumer: Int32, thread: Int32,
+        a: cute.Tensor, b: cute.Tensor, k_tiles: Int32, scales: cute.Pointer, row_scales: cute.Pointer, slot: Int32,
+        place: Int32, along: Int32, consumer: Int32, thread: Int32,
     ):  # fmt: skip
         """total = a @ b of a tile's first `live` halves; returns the next stage, its phase and the next
         slot of scales."""
@@ -419,7 +414,7 @@ class GroupedGemm:
             behind = Int32(0)
             if k_tiles < self.num_stages:
                 behind = Int32(-1)  # never: consumer 0 could arrive for two tiles before consumer 1 waits for one
-            ready = cute.arch.mbarrier_try_wait(full + stage, phase)
+            ready = cute.arch.mbarrier_test_wait(full + stage, phase)
             for k in cutlass.range(k_tiles, unroll=1):
                 if not ready:
                     cute.arch.mbarrier_wait(full + stage, phase)
@@ -434,7 +429,9 @@ class GroupedGemm:
                         # While the products run: between them, what waits for shared memory would hold them up.
                         rows, pitch = scales + stage * self.scales.pitch, 1
                         if cutlass.const_expr(self.quads):
-                            rows, pitch = quads + (slot * self.quad_elements + k % QUAD), QUAD
+                            rows, pitch = row_scales + (slot * self.quad_elements + k % QUAD), QUAD
+                        elif cutlass.const_expr(self.strips):
+                            rows = row_scales + (stage * self.strip_elements + (place + along * k) % 4)
                         self.load_factors(
                             factors, rows, pitch, scales + stage * self.scales.pitch, live, consumer, thread
                         )
@@ -447,7 +444,7 @@ class GroupedGemm:
                         self.release(empty + stage, thread)
                         stage, phase = self.next(stage, phase)
                         # Asked now, answered while the sums are added.
-                        ready = cute.arch.mbarrier_try_wait(full + stage, phase)
+                        ready = cute.arch.mbarrier_test_wait(full + stage, phase)
                     self.add(total, half * per_half, acc, factors, half)
                 if cutlass.const_expr(self.quads):
                     if k % QUAD == QUAD - 1:

@@ -24,9 +24,7 @@ MAX_GROUPS = 1024  # what the table in shared memory has room for
 TABLES = (128, MAX_GROUPS)
 MAX_ACCUMULATORS = 192  # per thread, as in the dense kernel
 WAVE_ROWS = 128  # of the two consumer warpgroups of a "rows" tile
-STORE_PITCH = SWIZZLE_BYTES + 16  # bytes of a row in the output buffers
 _PLAIN = (None, "tensor", "row")
-_UNCHECKED = "the kernel compiles for it and has not been compared with float64 on a GPU yet"
 
 
 @dataclass(frozen=True)
@@ -74,23 +72,27 @@ def table_groups(problem: GroupedProblem) -> int:
     return next(size for size in TABLES if size >= problem.G)
 
 
-def has_quads(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
-    """Whether TMA brings a's scales, four k blocks of each row at a time: where they lie by row, in rows of 16-byte multiples."""
-    by_row = block_scaled(problem) and problem.split == ROWS and problem.a_scale_layout == "rows"
-    return by_row and config.schedule == "rows" and -(-problem.K // 128) % 4 == 0
+def bulk_scales(problem: GroupedProblem, config: HopperGroupedConfig) -> str | None:
+    """How copy engines bring a's scales: "strips" of one k block, or "quads", four k blocks of each row; None: they do not."""
+    if not block_scaled(problem) or problem.split != ROWS or config.schedule != "rows":
+        return None
+    if problem.a_scale_layout == "groups":
+        return "strips"
+    return "quads" if -(-problem.K // 128) % 4 == 0 else None
 
 
 def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
     width = -(-config.tile_n // 64) * 64
     stage = (config.tile_m + config.tile_n) * SWIZZLE_BYTES
     if block_scaled(problem):
-        stage += 4 * (config.tile_m + 4)
-    if has_quads(problem, config):
-        stage += 4 * config.tile_m  # at most: a slot of four times that for four stages, and one more
+        stage += 4 * (config.tile_m + (config.tile_n if problem.split == REDUCTION else 4))
+    bulk = bulk_scales(problem, config)
+    if bulk is not None:
+        stage += 4 * (config.tile_m + 4)  # at most: quads have a slot for four stages, and one more
     total = config.num_stages * stage + 4 * (2 * table_groups(problem) + 32) + 2 * BARRIER_BYTES
     if config.schedule == "swapped":
         return total + (width - config.tile_n) * SWIZZLE_BYTES + 4 * config.tile_m * (width + 4)
-    return total + WAVE_ROWS * STORE_PITCH + (16 * config.tile_m if has_quads(problem, config) else 0)
+    return total + (16 * config.tile_m if bulk == "quads" else 0)
 
 
 def why_unsupported(problem: GroupedProblem, config: HopperGroupedConfig | None) -> str | None:
@@ -99,17 +101,27 @@ def why_unsupported(problem: GroupedProblem, config: HopperGroupedConfig | None)
         return "b is preshuffled, an order for AMD's matrix units"
     if problem.G > MAX_GROUPS:
         return f"G={problem.G}: the kernel keeps a table of at most {MAX_GROUPS} groups"
-    if (reason := _why_operands_unsupported(problem)) is not None:
-        return reason
+    pair = problem.a_scaling, problem.b_scaling
+    blocks = ("1x128", "128x128") if problem.split == ROWS else ("1x128", "1x128")
+    if pair != blocks and not (pair[0] in _PLAIN and pair[1] in _PLAIN):
+        return f"scales {pair[0]} and {pair[1]}: this kernel does not multiply such a pair"
+    if problem.a_dtype in FP8 and problem.b_dtype in FP8:
+        if problem.layout != "TN":
+            return f"layout {problem.layout} with FP8 operands: wgmma reads 8-bit operands with K contiguous only"
+    elif problem.a_dtype != problem.b_dtype or problem.a_dtype not in DTYPES or pair != (None, None):
+        return (
+            f"operands are {problem.a_dtype} and {problem.b_dtype}, scales {pair[0]} and {pair[1]}: the kernel takes bfloat16 or "
+            "float16, one for both, or float8_e4m3fn and float8_e5m2"
+        )
     if problem.out_dtype not in OUTPUTS:
         return f"out is {problem.out_dtype}: the kernel writes float32, bfloat16 and float16"
-    if problem.bias_dtype is not None:
-        return f"bias: {_UNCHECKED}"
+    if problem.bias_dtype is not None and problem.bias_dtype not in OUTPUTS:
+        return f"bias is {problem.bias_dtype}: the kernel reads float32, bfloat16 and float16"
     for name in ("M", "N", "K"):
         if getattr(problem, name) > MAX_EXTENT:
             return f"{name}={getattr(problem, name)}: TMA coordinates are 32-bit, at most {MAX_EXTENT}"
-    blocks = -(-problem.K // 128)
-    if block_scaled(problem) and max(problem.M, problem.G * -(-problem.N // 128)) * blocks > MAX_EXTENT:
+    cells = problem.G * -(-problem.N // 128) if problem.split == ROWS else problem.N
+    if block_scaled(problem) and max(problem.M, cells) * -(-problem.K // 128) > MAX_EXTENT:
         return "more than 2**31 scales: the kernel numbers them with 32 bits"
     most = (problem.M // 8 + problem.G) * -(-problem.N // 8)
     if problem.split == REDUCTION:
@@ -121,23 +133,6 @@ def why_unsupported(problem: GroupedProblem, config: HopperGroupedConfig | None)
     if not isinstance(config, HopperGroupedConfig):
         return f"config is a {type(config).__name__}: the Hopper grouped kernels take a HopperGroupedConfig"
     return _why_config_unsupported(problem, config)
-
-
-def _why_operands_unsupported(problem: GroupedProblem) -> str | None:
-    a, b, pair = problem.a_dtype, problem.b_dtype, (problem.a_scaling, problem.b_scaling)
-    if problem.split == REDUCTION:
-        if a != b or a not in DTYPES or pair != (None, None):
-            return f"wgrad of {a} and {b}: the kernel takes bfloat16 or float16, one for both"
-        return None if problem.layout == "NT" else "operands stored transposed: the kernel reads them in natural order"
-    if pair != ("1x128", "128x128") and not (pair[0] in _PLAIN and pair[1] in _PLAIN):
-        return f"scales {pair[0]} and {pair[1]}: this kernel does not multiply such a pair"
-    if a in FP8 and b in FP8:
-        if problem.layout != "TN":
-            return f"layout {problem.layout} with FP8 operands: wgmma reads 8-bit operands with K contiguous only"
-        return None
-    if a != b or a not in DTYPES or pair != (None, None):
-        return f"operands are {a} and {b}: the kernel takes float8_e4m3fn and float8_e5m2"
-    return f"{a} with rows in groups: {_UNCHECKED}"
 
 
 def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig) -> str | None:
@@ -221,7 +216,7 @@ def candidates(problem: GroupedProblem) -> tuple[HopperGroupedConfig, ...]:
     step = 64 if problem.layout == "NN" else 8
     tiles = [swapped(problem, tokens, rows) for rows in range(128, _LEAST_ROWS - 1, -step)]
     tiles += [swapped(problem, tokens, rows, 2) for rows in (128, 64)]
-    tiles += [rows_tile(problem, m, n, c) for m, n, c in ((128, 128, 1), (256, 128, 1))]
+    tiles += [rows_tile(problem, m, n, c) for m, n, c in ((128, 128, 1), (256, 128, 1), (256, 128, 2))]
     return tuple(config for config in tiles if why_unsupported(problem, config) is None)
 
 

@@ -16,8 +16,8 @@ from fourwave.ops.gemm.sm90_launch import ALIGN_BYTES, MAX_PLANS, _num_sms
 from fourwave.ops.grouped_gemm.problem import REDUCTION, GroupedProblem, GroupedTensors
 from fourwave.ops.grouped_gemm.sm90_config import (
     HopperGroupedConfig,
+    bulk_scales,
     default_config,
-    has_quads,
     promotes,
     table_groups,
     why_unsupported,
@@ -39,7 +39,7 @@ class GroupedSpecialisation:
     a_scaling: str | None
     b_scaling: str | None
     by_group: bool
-    quads: bool
+    bulk: bool
     promote: bool
     vector: bool
     wgrad: bool
@@ -50,11 +50,11 @@ def specialise(
     problem: GroupedProblem, config: HopperGroupedConfig, vector: bool = True, aligned: bool = True
 ) -> GroupedSpecialisation:
     """vector: rows of out and their starts allow stores of several elements; aligned: a's scales begin at 16 bytes."""
-    quads = aligned and has_quads(problem, config)
+    bulk = aligned and bulk_scales(problem, config) is not None
     return GroupedSpecialisation(
         replace(config, band=1), table_groups(problem), problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype,
         problem.bias_dtype, problem.m_sizes_dtype, problem.a_scaling, problem.b_scaling, problem.a_scale_layout == "groups",
-        quads, promotes(problem), vector, problem.split == REDUCTION, problem.accumulate,
+        bulk, promotes(problem), vector, problem.split == REDUCTION, problem.accumulate,
     )  # fmt: skip
 
 
@@ -98,9 +98,9 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
     elif spec.wgrad:
         kernel = sm90_wgrad.GroupedWgrad(
             config.tile_n, config.num_stages, spec.groups,
-            TmaLoader(a_type, config.tile_m, config.tile_k, False, config.num_stages, 1),
-            TmaLoader(b_type, config.tile_n, config.tile_k, False, config.num_stages, 1),
-            out_type, spec.accumulate, spec.vector, config.overlap,
+            TmaLoader(a_type, config.tile_m, config.tile_k, k_last, config.num_stages, 1),
+            TmaLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, 1),
+            out_type, spec.accumulate, spec.a_scaling, spec.b_scaling, spec.promote, spec.vector, config.overlap,
         )  # fmt: skip
         out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
     else:
@@ -108,7 +108,7 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
             config.tile_m // 128, config.tile_n, config.num_stages, config.cluster_n, spec.groups,
             TmaLoader(a_type, 128, config.tile_k, True, config.num_stages * (config.tile_m // 128), config.cluster_n),
             StackedLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, 1),
-            out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.quads, spec.promote, spec.vector, config.overlap,
+            out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.bulk, spec.promote, spec.vector, config.overlap,
         )  # fmt: skip
         out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
 
@@ -122,7 +122,7 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
     band = () if config.schedule == "swapped" else (one,)
     return cute.compile[tuple(options)](
         kernel, pointer(a_type, ALIGN_BYTES), pointer(b_type, ALIGN_BYTES), pointer(out_type, out_align),
-        pointer(bias_type or out_type), pointer(Float32, ALIGN_BYTES if spec.quads else None), pointer(Float32), pointer(types[spec.sizes_dtype]),
+        pointer(bias_type or out_type), pointer(Float32, ALIGN_BYTES if spec.bulk else None), pointer(Float32), pointer(types[spec.sizes_dtype]),
         one, one, one, one, stride, stride, stride, stride, one, one, one, one, *band, cuda.CUstream(0),
     )  # fmt: skip
 
@@ -190,8 +190,7 @@ def _executor(spec: GroupedSpecialisation) -> Any:
 def warm_up(problem: GroupedProblem, config: HopperGroupedConfig | None = None) -> None:
     """Have the kernel for `problem` ready, as fourwave.ops.gemm.sm90_launch.warm_up."""
     chosen = _chosen(problem, config)
-    chunk = ALIGN_BYTES if chosen.schedule == "rows" else 4 * problem.out_dtype.itemsize
-    _executor(specialise(problem, chosen, problem.N * problem.out_dtype.itemsize % chunk == 0))
+    _executor(specialise(problem, chosen, problem.N % (8 if chosen.schedule == "rows" else 4) == 0))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -220,6 +219,8 @@ def run(problem: GroupedProblem, config: HopperGroupedConfig | None, tensors: Gr
         if max(s * (n - 1) for s, n in zip(scale_strides, scale_b.shape, strict=True)) >= 2**31:
             scale_b = scale_b.contiguous()
             scale_strides = scale_b.stride()  # type: ignore[assignment]
+    elif scale_b is not None and problem.split == REDUCTION:
+        scale_b = scale_b.contiguous()
     elif scale_b is not None and problem.b_scaling == "tensor" and scale_b.numel() > 1:
         scale_b = scale_b.contiguous()
         scale_strides = (1, 0, 0)

@@ -1,17 +1,20 @@
-"""Weight gradient of a grouped GEMM for Hopper: out[g] = a[rows of g].T @ b[rows of g] (+ out[g]) for every group g.
+"""Weight gradient of a grouped GEMM for Hopper: out[g] = a[:, rows of g] @ b[:, rows of g].T (+ out[g]) for every group g.
 
-a       [K, M];  b  [K, N]; bfloat16 or float16, one for both; K is the rows of all groups one after another
+a       [K, M] or [M, K];  b  [K, N] or [N, K], alike; K is the rows of all groups one after another. 8-bit floats: [M, K], [N, K]
 m_sizes [G] int32 or int64, rows of each group, which only the device knows
+scale_* of tensors; of a's and b's rows (as [M, K], [N, K]); or one for each 128 k of a row, counted from row 0 of the whole matrix,
+        wherever groups begin, multiplied in by block (`promote`)
 out     [G, M, N]; an empty group gives zeros, or the addend
 
 CTA c takes tiles c, c + CTAs, ... of all groups' tiles, group by group. One producer warp and two consumer warpgroups of 64 rows each, as
-in sm90.py. TMA brings tiles from the group's first k on, which may be any; in its last tile the consumers overwrite what belongs to the
-next group with zeros, of both operands, since zero times a neighbour's NaN is NaN.
+in sm90.py. A group's k begin and end anywhere. TMA brings tiles from its first row on, or, where k is contiguous, from the 16 bytes that
+this row is in, with scales of blocks from the block. In a group's first and last tile the consumers overwrite what belongs to its
+neighbours with zeros, of both operands, since zero times a neighbour's NaN is NaN.
 
 Barriers
-  full    1 arrival, the producer's, which announces the bytes
+  full    1 arrival, which announces TMA's bytes, and with scales two for each of the producer's lanes
   empty   of each consumer warp
-  named   1 + i: the threads of consumer i, around its output buffer;  BOTH: of both, when they have written zeros
+  named   BOTH: of both consumers, when they have written zeros
 """
 
 from dataclasses import dataclass
@@ -29,11 +32,12 @@ from fourwave.blocks.cutedsl.loaders import TmaLoader
 from fourwave.blocks.cutedsl.mma import WARPGROUP
 from fourwave.blocks.cutedsl.rows_store import RowsStore
 from fourwave.blocks.cutedsl.schedule import tile_of
+from fourwave.blocks.cutedsl.stacked import BlockScales
 
 TILE_M = 128
 ROWS = 64  # of a consumer
 BOTH = 4  # a named barrier
-CHUNK_BYTES = 16
+LINE = 128  # bytes of a tile's row in shared memory, of its k or of 64 of its rows
 SMEM_ALIGN = 1024
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
@@ -53,12 +57,34 @@ class GroupedWgrad:
     loader_b: TmaLoader
     out_dtype: type
     accumulate: bool
+    a_scaling: str | None
+    b_scaling: str | None
+    promote: bool
     vector: bool
     overlap: bool
 
     @property
+    def blocks(self) -> bool:
+        return self.a_scaling == "1x128"
+
+    @property
+    def step(self) -> int:
+        """Multiples of this many k are where loads begin: a block of scales, or what TMA takes, 16 bytes."""
+        if self.blocks:
+            return 128
+        return 128 // self.loader_a.dtype.width if self.loader_a.k_contiguous else 1  # type: ignore[attr-defined]
+
+    @property
+    def scales_a(self) -> BlockScales:
+        return BlockScales(TILE_M, 0)
+
+    @property
+    def scales_b(self) -> BlockScales:
+        return BlockScales(self.tile_n, 0)
+
+    @property
     def writer(self) -> RowsStore:
-        return RowsStore(self.out_dtype, None, False, self.vector, self.accumulate)
+        return RowsStore(self.out_dtype, None, self.b_scaling == "row", self.vector, self.accumulate)
 
     @cute.jit
     def __call__(
@@ -67,11 +93,11 @@ class GroupedWgrad:
         b_matrix: Int64, out_stride: Int64, scale_g: Int32, scale_n: Int32, scale_k: Int32, clusters: Int32, band: Int32,
         stream: cuda.CUstream,
     ):  # fmt: skip
-        """As sm90.GroupedGemm.__call__, but b_matrix: elements between out's matrices. bias and scale_*: not read."""
+        """As sm90.GroupedGemm.__call__, but b_matrix: elements between out's matrices. bias, scale_*: not used but for the pointers."""
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
         tma_b, coordinates_b = self.loader_b.tma(self.loader_b.matrix(b, N, K, b_stride))
         self.kernel(
-            tma_a, coordinates_a, tma_b, coordinates_b, out, bias, sizes, G, M, N, K, out_stride, b_matrix, band
+            tma_a, coordinates_a, tma_b, coordinates_b, out, scale_a, scale_b, sizes, G, M, N, K, out_stride, b_matrix, band
         ).launch(
             grid=(clusters, 1, 1), block=(3 * WARPGROUP, 1, 1), cluster=(1, 1, 1), min_blocks_per_mp=1, stream=stream,
             use_pdl=self.overlap,
@@ -80,7 +106,7 @@ class GroupedWgrad:
     @cute.kernel
     def kernel(
         self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
-        out: cute.Pointer, bias: cute.Pointer, sizes: cute.Pointer, G: Int32, M: Int32, N: Int32,
+        out: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer, G: Int32, M: Int32, N: Int32,
         K: Int32, out_stride: Int64, out_matrix: Int64, band: Int32,
     ):  # fmt: skip
         loader_a, loader_b, writer = self.loader_a, self.loader_b, self.writer
@@ -100,16 +126,22 @@ class GroupedWgrad:
             tile_end: cute.struct.MemRange[Int32, self.groups + 32]
             a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
             b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, cute.cosize(layout_b)], SMEM_ALIGN]
-            out: cute.struct.Align[cute.struct.MemRange[writer.buffered, 2 * writer.elements], 16]
+            scales_a: cute.struct.Align[
+                cute.struct.MemRange[Float32, self.num_stages * self.scales_a.pitch if self.blocks else 4], 16
+            ]
+            scales_b: cute.struct.Align[
+                cute.struct.MemRange[Float32, self.num_stages * self.scales_b.pitch if self.blocks else 4], 16
+            ]
 
         storage = SmemAllocator().allocate(Storage)
         smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
+        scales_a, scales_b = storage.scales_a.data_ptr(), storage.scales_b.data_ptr()
         if thread == 0:
             for i in cutlass.range_constexpr(self.num_stages):
-                cute.arch.mbarrier_init(full + i, 1)
+                cute.arch.mbarrier_init(full + i, 65 if self.blocks else 1)
                 cute.arch.mbarrier_init(empty + i, 8)
         cute.arch.mbarrier_init_fence()
         if warp == 0:
@@ -135,14 +167,16 @@ class GroupedWgrad:
                 while tile < num_tiles:
                     g = tile // per_group
                     m_tile, n_tile = tile_of(tile - g * per_group, tiles_m, tiles_n, band, "m")
-                    start = groups.start_of(row_end, g)
-                    steps = cute.ceil_div(row_end[g] - start, tile_k)
+                    first, steps, _ = self.span(row_end, g)
                     shared_a, global_a = loader_a.partition(
-                        tma_a, cute.domain_offset((m_tile * TILE_M, start), coordinates_a), smem_a, 0
+                        tma_a, cute.domain_offset((m_tile * TILE_M, first), coordinates_a), smem_a, 0
                     )
                     shared_b, global_b = loader_b.partition(
-                        tma_b, cute.domain_offset((n_tile * self.tile_n, start), coordinates_b), smem_b, 0
+                        tma_b, cute.domain_offset((n_tile * self.tile_n, first), coordinates_b), smem_b, 0
                     )
+                    k_blocks = cute.ceil_div(K, 128)
+                    places_a = self.scales_a.places(m_tile * TILE_M, M, Int32(0), k_blocks, first // 128, lane)
+                    places_b = self.scales_b.places(n_tile * self.tile_n, N, Int32(0), k_blocks, first // 128, lane)
                     for k in cutlass.range(steps, unroll=1):
                         cute.arch.mbarrier_wait(empty + write.index, write.phase)
                         barrier = full + write.index
@@ -152,6 +186,13 @@ class GroupedWgrad:
                             )
                         cute.copy(tma_a, global_a[(None, 0, k)], shared_a[(None, write.index)], tma_bar_ptr=barrier)
                         cute.copy(tma_b, global_b[(None, 0, k)], shared_b[(None, write.index)], tma_bar_ptr=barrier)
+                        if cutlass.const_expr(self.blocks):
+                            self.scales_a.copy(
+                                scales_a, write.index, scale_a, places_a, k, scale_a, Int32(0), barrier, lane
+                            )
+                            self.scales_b.copy(
+                                scales_b, write.index, scale_b, places_b, k, scale_b, Int32(0), barrier, lane
+                            )
                         write.advance()
                     tile += ctas
         else:
@@ -167,44 +208,71 @@ class GroupedWgrad:
             operand_b = mma.make_fragment_B(slice_.partition_B(smem_b))
             shape = mma.partition_shape_C((ROWS, self.tile_n))
             acc = cute.make_rmem_tensor(shape, Float32)
-            buffer = storage.out.data_ptr() + consumer * writer.elements
-            words_a = cute.recast_ptr(storage.a.data_ptr(), dtype=Int32)
-            words_b = cute.recast_ptr(storage.b.data_ptr(), dtype=Int32)
+            total = acc
+            if cutlass.const_expr(self.promote):
+                total = cute.make_rmem_tensor(shape, Float32)
+            bytes_a = cute.recast_ptr(storage.a.data_ptr(), dtype=Int32)
+            bytes_b = cute.recast_ptr(storage.b.data_ptr(), dtype=Int32)
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
             while tile < num_tiles:
                 g = tile // per_group
                 m_tile, n_tile = tile_of(tile - g * per_group, tiles_m, tiles_n, band, "m")
-                start, end = groups.start_of(row_end, g), row_end[g]
-                steps = cute.ceil_div(end - start, tile_k)
-                acc.fill(0.0)
+                first, steps, end = self.span(row_end, g)
+                start = groups.start_of(row_end, g)
+                total.fill(0.0)
                 released = read.index
                 for k in cutlass.range(steps, unroll=1):
                     cute.arch.mbarrier_wait(full + read.index, read.phase)
-                    own = end - (start + k * tile_k)  # k of this tile that are the group's
-                    if own < tile_k:
-                        self.clear(loader_a, words_a, read.index, own, both)
-                        self.clear(loader_b, words_b, read.index, own, both)
+                    low = cutlass.max(start - (first + k * tile_k), 0)
+                    high = cutlass.min(end - (first + k * tile_k), tile_k)
+                    if (low > 0) | (high < tile_k):
+                        self.clear(loader_a, bytes_a, read.index, low, high, both)
+                        self.clear(loader_b, bytes_b, read.index, low, high, both)
                         cute.arch.fence_proxy("async.shared", space="cta")
                         cute.arch.barrier(barrier_id=BOTH, number_of_threads=2 * WARPGROUP)
                     warpgroup.fence()
-                    self.issue(mma, acc, operand_a, operand_b, read.index)
-                    warpgroup.wait_group(1)
-                    if k > 0:
-                        self.release(empty + released)
-                    released = read.index
+                    if cutlass.const_expr(self.promote):
+                        self.issue(mma, acc, operand_a, operand_b, read.index, True)
+                        self.add(acc, total, scales_a, scales_b, read.index, empty, consumer, thread)
+                    else:
+                        self.issue(mma, acc, operand_a, operand_b, read.index, False)
+                        warpgroup.wait_group(1)
+                        if k > 0:
+                            self.release(empty + released)
+                        released = read.index
                     read.advance()
-                warpgroup.wait_group(0)
-                if steps > 0:
-                    self.release(empty + released)
+                if cutlass.const_expr(not self.promote):
+                    warpgroup.wait_group(0)
+                    if steps > 0:
+                        self.release(empty + released)
+                alpha = Float32(1.0)
+                if cutlass.const_expr(self.a_scaling == "tensor"):
+                    alpha = alpha * scale_a[0]
+                if cutlass.const_expr(self.b_scaling == "tensor"):
+                    alpha = alpha * scale_b[0]
                 row = m_tile * TILE_M + consumer * ROWS
                 factors = cute.make_rmem_tensor(2, Float32)
-                factors.fill(1.0)
+                factors.fill(alpha)
+                if cutlass.const_expr(self.a_scaling == "row"):
+                    for i in cutlass.range_constexpr(2):
+                        own = row + thread // 32 * 16 + lane // 4 + 8 * i
+                        factors[i] = alpha * scale_a[cutlass.min(own, M - 1)]
                 if row < M:
                     writer.store(
-                        acc, 0, ROWS * self.tile_n // WARPGROUP, buffer, out + g * out_matrix, out_stride, row, M,
-                        n_tile * self.tile_n, N, factors, bias, bias, thread, 1 + consumer,
+                        total, 0, ROWS * self.tile_n // WARPGROUP, out + g * out_matrix, out_stride, row, M,
+                        n_tile * self.tile_n, N, factors, scale_b, out, thread,
                     )  # fmt: skip
                 tile += ctas
+
+    @cute.jit
+    def span(self, row_end: cute.Pointer, g: Int32):
+        """(first k that is loaded, k steps, k past the last) of group g."""
+        start, end = groups.start_of(row_end, g), row_end[g]
+        first = start // self.step * self.step
+        steps = cute.ceil_div(end - first, self.loader_a.tile_k)
+        if end == start:
+            steps = Int32(0)
+        return first, steps, end
 
     @cute.jit
     def release(self, barrier: cute.Pointer):
@@ -212,20 +280,69 @@ class GroupedWgrad:
             cute.arch.mbarrier_arrive(barrier)
 
     @cute.jit
-    def issue(self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, stage):
-        """acc += a @ b over the k steps of a stage, as one group."""
+    def issue(
+        self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, stage, fresh: cutlass.Constexpr
+    ):
+        """acc += a @ b over the k steps of a stage, as one group; with `fresh` acc is overwritten."""
         for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-            mma.set(warpgroup.Field.ACCUMULATE, True)
+            mma.set(warpgroup.Field.ACCUMULATE, not (fresh and k == 0))
             cute.gemm(mma, acc, a[(None, None, k, stage)], b[(None, None, k, stage)], acc)
         warpgroup.commit_group()
 
     @cute.jit
-    def clear(self, loader: cutlass.Constexpr, words: cute.Pointer, stage: Int32, first: Int32, thread: Int32):
-        """Zeros in a stage's tile from k `first` on. words: the tiles' memory; thread: of both consumers."""
+    def clear(
+        self, loader: cutlass.Constexpr, words: cute.Pointer, stage: Int32, low: Int32, high: Int32, thread: Int32
+    ):
+        """Zeros in a stage's tile for k < low and k >= high. words: the tiles' memory; thread: of both consumers."""
+        size = loader.dtype.width // 8
         base = words + stage * (loader.stage_bytes // 4)
-        for i in cutlass.range(thread, loader.stage_bytes // CHUNK_BYTES, 2 * WARPGROUP, unroll=1):
-            # Eight chunks, 64 rows, are a line: one k.
-            if i // 8 % loader.tile_k >= first:
-                zeros = cute.make_rmem_tensor(4, Int32)
-                zeros.fill(0)
-                cute.autovec_copy(zeros, cute.make_tensor((base + i * 4).align(CHUNK_BYTES), cute.make_layout(4)))
+        count = loader.stage_bytes // 16  # chunks of 16 bytes
+        masks = (0xFF, 0xFF00, 0xFF0000, -(1 << 24)) if size == 1 else (0xFFFF, -(1 << 16))
+        for i in cutlass.range(thread, count, 2 * WARPGROUP, unroll=1):
+            chunk = cute.make_tensor((base + i * 4).align(16), cute.make_layout(4))
+            if cutlass.const_expr(loader.k_contiguous):
+                # A line is 128 bytes of k of one row; the swizzle exchanges its chunks.
+                k = ((i % 8) ^ (i // 8 % 8)) * (16 // size)
+                if (k < low) | (k + 16 // size > high):
+                    values = cute.make_rmem_tensor(4, Int32)
+                    cute.autovec_copy(chunk, values)
+                    for w in cutlass.range_constexpr(4):
+                        mask = Int32(0)
+                        for e in cutlass.range_constexpr(4 // size):
+                            at = k + w * (4 // size) + e
+                            if (at >= low) & (at < high):
+                                mask = mask | Int32(masks[e])
+                        values[w] = values[w] & mask
+                    cute.autovec_copy(values, chunk)
+            else:
+                # A line is one k of 64 rows.
+                k = i // 8 % loader.tile_k
+                if (k < low) | (k >= high):
+                    zeros = cute.make_rmem_tensor(4, Int32)
+                    zeros.fill(0)
+                    cute.autovec_copy(zeros, chunk)
+
+    @cute.jit
+    def add(
+        self, acc: cute.Tensor, total: cute.Tensor, scales_a: cute.Pointer, scales_b: cute.Pointer, stage: Int32,
+        empty: cute.Pointer, consumer: Int32, thread: Int32,
+    ):  # fmt: skip
+        """total += acc * scales, once the products are there; then the stage is free."""
+        rows = cute.make_rmem_tensor(2, Float32)
+        columns = cute.make_rmem_tensor(self.tile_n // 4, Float32)
+        if cutlass.const_expr(self.blocks):
+            own = scales_a + (stage * self.scales_a.pitch + consumer * ROWS + thread // 32 * 16 + thread % 32 // 4)
+            for i in cutlass.range_constexpr(2):
+                rows[i] = (own + 8 * i)[0]
+            for i in cutlass.range_constexpr(self.tile_n // 8):
+                pair = cute.make_rmem_tensor(2, Float32)
+                source = (scales_b + (stage * self.scales_b.pitch + 8 * i + thread % 4 * 2)).align(8)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
+                columns[2 * i], columns[2 * i + 1] = pair[0], pair[1]
+        warpgroup.wait_group(0)
+        self.release(empty + stage)
+        for v in cutlass.range_constexpr(cute.size(acc)):
+            if cutlass.const_expr(self.blocks):
+                total[v] = total[v] + acc[v] * rows[v // 2 % 2] * columns[v // 4 * 2 + v % 2]
+            else:
+                total[v] = total[v] + acc[v]
