@@ -74,7 +74,10 @@ def pipeline(config: GemmConfig, precision: str) -> Shape:
     if "preshuffled" in OPERANDS[precision]:
         # Two and a half rounds of b's registers.
         return Shape("pipeline", rows - cut, config.tile_n - 16, 1344)
-    return Shape("pipeline", rows - cut, config.tile_n - cut, 6 * config.tile_k - 3 * cut)
+    steps = 6 * config.tile_k
+    if precision == "mxfp8":
+        steps = max(steps, 512 + config.tile_k)  # scales that come for 512 k at a time come twice
+    return Shape("pipeline", rows - cut, config.tile_n - cut, steps - 3 * cut)
 
 
 def launch(case: GemmCase, arch: str, config: GemmConfig | None = None) -> torch.Tensor:

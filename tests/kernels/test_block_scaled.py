@@ -16,6 +16,7 @@ from fourwave.ops.gemm import amd
 from fourwave.ops.gemm.config import block_scaled, candidates_for, geometry, in_halves, lds_bytes, why_unsupported
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.testing import GemmCase
+from fourwave.testing.exact_scales import ExactScales
 from fourwave.testing.shapes import Shape
 
 needs_sim = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
@@ -152,6 +153,23 @@ def test_sums_of_scales_are_exact(arch, index, layout):
 
 
 @needs_sim
+@pytest.mark.parametrize("layout", ["TN", "NN"])
+@pytest.mark.parametrize("index", range(CONFIGS["gfx942"]))
+def test_scales_of_several_512_k_are_exact(index, layout):
+    """gfx942 loads the scales of 512 k of a row at once: of one workgroup's K the first, a middle and a last, short part; and K
+    that ends where the next part's scales are loaded, two tiles before 512, one before it, at it and behind it."""
+    config = config_of("gfx942", layout, index)
+    step = config.tile_k
+    for K in (1664, 512 - 2 * step, 512 - step, 512, 512 + step, 1024 - 2 * step + 32):
+        case = ExactScales(
+            Shape("", config.tile_m + 16, config.tile_n, K), layout, a_format="mxfp8_e4m3", b_format="mxfp8_e4m3",
+            out_dtype=FP32,
+        )  # fmt: skip
+        result = case.run("sim:gfx942", config=config)
+        assert result.passed, (K, result)
+
+
+@needs_sim
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("arch", CONFIGS)
 def test_extreme_scales_and_nan(arch, layout):
@@ -221,16 +239,14 @@ def test_where_bfloat16_ends(layout):
 @needs_sim
 @pytest.mark.parametrize("arch", CONFIGS)
 def test_scales_that_are_copied_are_named(arch):
-    """gfx942 reads single bytes where K is contiguous: nothing to copy."""
     problem = problem_of(32, 48, 64, "TN")
     a, b = codes(problem.a_shape, E4M3, 0), codes(problem.b_shape, E5M2, 1)
     scales = [torch.full(shape, 127, dtype=torch.uint8).view(E8M0) for shape in ((32, 2), (48, 2))]
+    tensors = GemmTensors(a, b, torch.empty(32, 48), None, 1.0, *scales)
     _, notes, _ = run(arch, problem, config_of(arch, "TN", 2), a, b, *scales)
-    copied = [f"{name}_scale copied: row stride not 16-byte aligned" for name in "ab"]
-    assert notes == (copied if arch == "gfx950" else [])
-    assert notes == amd.copies(
-        problem, config_of(arch, "TN", 2), arch, GemmTensors(a, b, torch.empty(32, 48), None, 1.0, *scales)
-    )
+    assert notes == [f"{name}_scale copied: row stride not 16-byte aligned" for name in "ab"]
+    for index in range(CONFIGS[arch]):
+        assert notes == amd.copies(problem, config_of(arch, "TN", index), arch, tensors)
 
 
 @needs_sim

@@ -3,6 +3,8 @@
 Operands move 16 bytes a lane: global loads always; LDS writes always; LDS reads on gfx942 always, on gfx950 where K is contiguous.
 Where it is not, and elements have less than 32 bits, gfx950 reads as wide as its transposing reads are (ds_read_b64_tr_*). e8m0 scales
 on gfx950 move like operands, a read for several fragments and all K of a step; float32 scales of 128 k too, a read for each fragment.
+gfx942's e8m0 scales come 16 bytes a lane too, where K is contiguous those of 512 k of a row, in every step but the first of so many
+k none; its 256 x 256 tile loads them in every step.
 What the compiler makes of packed operands is in test_packed_gemm.py.
 """
 
@@ -23,6 +25,7 @@ from fourwave.ops.gemm.config import (
     dequantizes,
     geometry,
     in_halves,
+    keeps_scales,
     multiplied_bytes,
     shuffled_ahead,
 )
@@ -91,8 +94,15 @@ def test_accesses_and_spills(arch: str, precision: str, layout: str, config: Gem
     wide = [line for line in loads if line.startswith("buffer_load_dwordx4")]
     operand_loads = tiles * (geo.a.loads + geo.b_loads)
     if dequantizes(problem, arch):
-        assert len(wide) == operand_loads // 2  # codes; scales: of a row, or of four columns
-        assert all(re.match("buffer_load_(dwordx4|dword|ubyte) ", line) for line in loads)
+        # Codes; of columns the scales of each tile, and so of rows by the largest tile; else of rows those of 512 k, by the first of their
+        # steps, which the loop of the others is in.
+        operands = [(tile, tile.loads // 2) for tile in (geo.a, geo.b)]
+        rows = [count // 2 if count % 2 == 0 else count for tile, count in operands if tile.k_contiguous]
+        columns = sum(not tile.k_contiguous for tile, _ in operands)
+        if rows and keeps_scales(problem, config, arch):
+            tiles, operand_loads = 2 * tiles, 2 * operand_loads
+        row_loads = sum(rows) * (1 if keeps_scales(problem, config, arch) else tiles)
+        assert len(loads) == len(wide) == operand_loads // 2 + columns * tiles + row_loads, loads
     elif arch == "gfx942":
         # What is not wide are float32 scales, one for each row, or 128 rows, and 128 k.
         assert len(wide) == operand_loads

@@ -5,17 +5,21 @@ re-bases the buffer resource with 64-bit arithmetic, so operands of any size are
 offsets inside one step are fixed per lane. Rows past the operand and k past K read as zeros.
 """
 
+import itertools
+
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.dequantize import bfloat16_pairs, scale_factor
 from fourwave.blocks.flydsl.memory import (
     MAX_BUFFER_BYTES,
     OUT_OF_RANGE,
+    QUAD_XOR,
     Buffer,
     lds_read,
     lds_read_transposed,
     lds_write,
     minimum,
+    move_lanes,
     permute_bytes,
     select,
     swap_lanes,
@@ -148,8 +152,8 @@ class StagedTile:
 class StagedCodes:
     """gfx942: 8-bit codes with scales of blocks of 32 k, which become bfloat16 on their way to LDS.
 
-    The tile's chunks of 16 codes travel with their scales: one byte where K is contiguous, else those of 16 columns, once
-    for all loads of the same 32 k. Numbers: dequantize.bfloat16_pairs.
+    Where K is not contiguous, the tile's chunks of 16 codes travel with the scales of 16 columns, once for all loads of the same 32 k.
+    Numbers: dequantize.bfloat16_pairs.
     """
 
     def __init__(self, tensor, scale, image, code_format, row0, K, thread):
@@ -186,31 +190,22 @@ class StagedCodes:
         self.writes = 2 * self.tile.loads
 
     def load(self, k0):
-        """This lane's chunks of codes of one stage, then their scales: `values` Vectors."""
-        buffer, offsets = self.source.step(k0)
-        codes = [buffer.load(offset, 4, fx.Int32) for offset in offsets]
+        """This lane's chunks of codes of one stage, then their scales: `values` Vectors. K is not contiguous."""
+        assert not self.image.k_contiguous, "scales of rows: ScaledRows"
+        codes = self.load_codes(k0)
         block = k0 >> 5
-        if self.image.k_contiguous:
-            first, start = self.row0, block
-            extent = fx.Int32(self.image.extent)
-            used_rows = minimum(self.scale_rows - self.row0, self.half + extent if self.image.pairs else extent)
-            used_columns = self.scale_columns - block
-        else:
-            first, start = block, self.row0
-            used_rows = minimum(self.scale_rows - block, fx.Int32(max(1, self.image.tile_k // 32)))
-            used_columns = self.scale_columns - self.row0
-        num_bytes = (used_rows - 1) * fx.Int32(self.scale_row_bytes) + used_columns
-        byte_offset = fx.Int64(first) * self.scale_row_bytes + fx.Int64(start)
+        used_rows = minimum(self.scale_rows - block, fx.Int32(max(1, self.image.tile_k // 32)))
+        num_bytes = (used_rows - 1) * fx.Int32(self.scale_row_bytes) + self.scale_columns - self.row0
+        byte_offset = fx.Int64(block) * self.scale_row_bytes + fx.Int64(self.row0)
         scales = Buffer(self.scale, byte_offset, select(k0 < self.K, num_bytes, 0))
-        if not self.image.k_contiguous:
-            return codes + [scales.load(offset, 4, fx.Int32) for offset in self.scale_offsets]
-        # Behind the last block is the next row's first, whose NaN would meet zeros.
-        inside = self.chunk * CHUNK_BYTES < self.K - k0
-        bytes_ = [scales.load(select(inside, offset, OUT_OF_RANGE), 1, fx.Uint8)[0] for offset in self.scale_offsets]
-        return codes + [fx.Vector.filled(1, byte.to(fx.Int32), fx.Int32) for byte in bytes_]
+        return codes + [scales.load(offset, 4, fx.Int32) for offset in self.scale_offsets]
+
+    def load_codes(self, k0):
+        buffer, offsets = self.source.step(k0)
+        return [buffer.load(offset, 4, fx.Int32) for offset in offsets]
 
     def store(self, values, lds, stage_offset):
-        """What load() brought, dequantized, to LDS: two chunks for each of codes."""
+        """What load() brought, dequantized, to LDS: two chunks for each of codes. K contiguous: a row's scale is in a word's lowest byte."""
         codes, scales = values[: self.tile.loads], values[self.tile.loads :]
         if self.image.k_contiguous:
             factors = [[scale_factor(scale[0], 0)] * 16 for scale in scales]
@@ -223,6 +218,76 @@ class StagedCodes:
                 at = self.image.address(self.line, 2 * self.chunk + half)
                 at = at + i * self.tile.lines_per_load * self.image.line_bytes
                 lds_write(lds, stage_offset + at, fx.Vector.from_elements(words[4 * half : 4 * half + 4], fx.Int32))
+
+
+class ScaledRows(StagedCodes):
+    """StagedCodes where K is contiguous. A lane loads the scales of SCALE_K k of a row at once, 16 bytes. Two lanes have chunks of the
+    same rows and block: of two rows each loads the scales of one, and gives them to the other.
+
+    kept: scales stay in registers for SCALE_K k, and the kernel loads them (load_scales), apart from the codes; else they come with
+    each tile's codes, of which the tile uses its own, and are in registers no longer than these.
+    Rows of scales are whole chunks, zeros behind the last block: its neighbours in a row's last chunk meet codes that are zeros.
+    """
+
+    def __init__(self, *operand, kept):
+        super().__init__(*operand)
+        assert self.image.k_contiguous and self.image.tile_k <= 128, self.image
+        self.kept, self.shared = kept, self.tile.loads % 2 == 0
+        self.scale_offsets = [offset - (self.chunk >> 1) for offset in self.scale_offsets]  # of the row's first block
+        self.odd = (self.chunk & 1) == 1
+        if self.shared:
+            pairs = zip(self.scale_offsets[::2], self.scale_offsets[1::2], strict=True)
+            self.scale_offsets = [select(self.odd, second, first) for first, second in pairs]
+        self.scale_loads = len(self.scale_offsets)
+        self.loads = self.values = self.tile.loads + (0 if kept else self.scale_loads)
+        # A tile has at most one word of scales; of the lane's chunk of 16 codes it is this byte.
+        self.shift = (self.chunk >> 1) * 8
+
+    def load(self, k0):
+        """This lane's chunks of codes of one stage, and where they are not kept scales: `values` Vectors."""
+        codes = self.load_codes(k0)
+        return codes if self.kept else codes + self.load_scales(k0 & -SCALE_K)
+
+    def load_scales(self, k0):
+        """Those of SCALE_K k from k0 (Int32, uniform, a multiple of it) on: scale_loads Vectors of four Int32; zeros past K."""
+        block = k0 >> 5
+        extent = fx.Int32(self.image.extent)
+        used_rows = minimum(self.scale_rows - self.row0, self.half + extent if self.image.pairs else extent)
+        num_bytes = (used_rows - 1) * fx.Int32(self.scale_row_bytes) + self.scale_columns - block
+        byte_offset = fx.Int64(self.row0) * self.scale_row_bytes + fx.Int64(block)
+        scales = Buffer(self.scale, byte_offset, select(k0 < self.K, num_bytes, 0))
+        return [scales.load(offset, 4, fx.Int32) for offset in self.scale_offsets]
+
+    def store(self, values, scales, tile, lds, stage_offset):
+        """What load() brought, dequantized, to LDS.
+
+        scales, tile    kept: load_scales(), the blocks before left out (after), and the tile's number from there on
+                        else: none, and the tile's number (Int32, uniform) from a multiple of SCALE_K on
+        """
+        at = self.image.tile_k // 32 * tile
+        if self.kept:
+            words = [scale[at // 4] for scale in scales]
+        else:
+            values, scales = values[: self.tile.loads], values[self.tile.loads :]
+            second, upper = (at & 4) == 4, (at & 8) == 8
+            words = [select(upper, select(second, s[3], s[2]), select(second, s[1], s[0])) for s in scales]
+        words = [fx.Int32(fx.Uint32(word) >> fx.Uint32(self.shift + (at & 3) * 8)) for word in words]
+        if self.shared:
+            both = [(word, move_lanes(word, word, QUAD_XOR[0])) for word in words]
+            words = [select(self.odd, *each) for own, other in both for each in ((other, own), (own, other))]
+        super().store([*values, *(fx.Vector.filled(1, word, fx.Int32) for word in words)], lds, stage_offset)
+
+    def after(self, scales, tiles):
+        """scales without those of the first `tiles` tiles."""
+        at = self.image.tile_k // 32 * tiles
+        words, bits = at // 4, at % 4 * 8
+        out = []
+        for scale in scales:
+            left = [fx.Uint32(scale[i]) if i < 4 else fx.Uint32(0) for i in range(words, words + 5)]
+            if bits:
+                left = [(low >> bits) | (high << (32 - bits)) for low, high in itertools.pairwise(left)]
+            out.append(fx.Vector.from_elements([fx.Int32(word) for word in left[:4]], fx.Int32))
+        return out
 
 
 class PreshuffledRows:

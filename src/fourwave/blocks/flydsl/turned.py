@@ -10,21 +10,27 @@ half of the banks of four lanes as they are.
 """
 
 from flydsl import expr as fx
-from flydsl._mlir.dialects import rocdl as _rocdl
-from flydsl.expr.meta import dsl_loc_tracing
-from flydsl.expr.typing import as_ir_value
 
 from fourwave.blocks.flydsl.dequantize import bfloat16_pairs, scale_factor
 from fourwave.blocks.flydsl.loaders import GlobalTile
-from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, lds_read, lds_write, minimum, permute_bytes, select
+from fourwave.blocks.flydsl.memory import (
+    ALL_BANKS,
+    OUT_OF_RANGE,
+    QUAD_XOR,
+    Buffer,
+    lds_read,
+    lds_write,
+    minimum,
+    move_lanes,
+    permute_bytes,
+    select,
+)
 from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, LANE_GROUPS, MMA_M, log2
 
-# DPP controls: AMD CDNA3 ISA guide, "DPP_CTRL enumeration". A bank is four lanes of a row of sixteen.
-_QUAD_XOR = {0: 0xB1, 1: 0x4E}  # quad_perm 1, 0, 3, 2 and 2, 3, 0, 1
+# DPP controls (memory.QUAD_XOR).
 _FROM_BELOW = {2: 0x114, 3: 0x118}  # row_shr: lane n takes lane n - 4, or n - 8
 _FROM_ABOVE = {2: 0x104, 3: 0x108}  # row_shl
 _BANKS_SET = {2: 0b1010, 3: 0b1100}  # banks of the lanes whose bit is set
-_ALL = 0xF
 
 # Bytes 0-3 are the first word's, 4-7 the second's (memory.permute_bytes): lower or upper halves of both, even or odd bytes.
 _HALVES = (0x05040100, 0x07060302)
@@ -32,13 +38,6 @@ _BYTES = (0x06020400, 0x07030501)
 # The same of a lane's own word (first) and another lane's; the lane whose bit is set has the later k.
 _OWN_HALVES = (0x05040100, 0x03020706)
 _OWN_BYTES = (0x06020400, 0x03070105)
-
-
-@dsl_loc_tracing
-def _move(value, keep, control, banks=_ALL):
-    """value (Int32) of the lane that control says; `keep` in the lanes of the other banks."""
-    moved = _rocdl.update_dpp(fx.Int32.ir_type, as_ir_value(keep), as_ir_value(value), control, _ALL, banks, True)
-    return fx.Int32(moved)
 
 
 class TurnedColumns:
@@ -106,8 +105,8 @@ class TurnedColumns:
             for (k, column), low in words.items():
                 if not column & column_bit:
                     high, lanes = words[k, column | column_bit], _BANKS_SET[each.lane_bit]
-                    exchanged[k, column] = _move(high, low, _FROM_BELOW[each.lane_bit], lanes)
-                    exchanged[k | k_bit, column] = _move(low, high, _FROM_ABOVE[each.lane_bit], _ALL ^ lanes)
+                    exchanged[k, column] = move_lanes(high, low, _FROM_BELOW[each.lane_bit], lanes)
+                    exchanged[k | k_bit, column] = move_lanes(low, high, _FROM_ABOVE[each.lane_bit], ALL_BANKS ^ lanes)
             words = exchanged
         for bit in reversed(in_word):
             selectors = _BYTES if (bits, bit) == (2, 0) else _HALVES
@@ -121,14 +120,15 @@ class TurnedColumns:
         return words
 
     def _swap_parts(self, word, each):
-        other = _move(word, word, _QUAD_XOR[each.lane_bit])
+        other = move_lanes(word, word, QUAD_XOR[each.lane_bit])
         return permute_bytes(other, word, self.selectors[each])
 
 
 class TurnedCodes(TurnedColumns):
     """8-bit codes with scales of blocks of 32 k, which become bfloat16 once they are turned (as loaders.StagedCodes).
 
-    A lane's scales are those of the columns that it ends up with, four in a word, of the one block that its k are in.
+    A lane loads those of the 16 columns of one chunk, of the one block that its k are in. All lanes that exchange columns load the same
+    16, and each uses those of the columns that it ends up with.
     """
 
     def __init__(self, tensor, scale, image, code_format, row0, K, thread):
@@ -142,15 +142,15 @@ class TurnedCodes(TurnedColumns):
         self.scale_row_bytes = fx.Int64(fx.get_scalar(scale.stride[0]))
         column, k = self.held
         exchanged = {each.column_bit for each in self.plan.exchanges}
-        self.fours = [4 * j for j in range(4) if not any((4 * j >> bit) & 1 for bit in exchanged)]
+        # Four columns are a word. Of the lane's words these bits of the number are its own.
+        self.own = [bit - 2 for bit in sorted(exchanged) if bit >= 2]
+        self.column = column
         # Where lanes have exchanged parts of words, a lane has some columns of four.
         self.shift = (column & 3) * 8 if min(exchanged, default=2) < 2 else None
-        self.offsets = []
-        for four in self.fours:
-            at = image.paired((column & -4) | four, self.scale_columns >> 1)
-            offset = (k >> 5) * fx.Int32(self.scale_row_bytes) + at
-            self.offsets.append(select(at < self.scale_columns - row0, offset, OUT_OF_RANGE))
-        self.loads = self.values = self.tile.loads + len(self.offsets)
+        at = image.paired(column & -CHUNK_BYTES, self.scale_columns >> 1)
+        offset = (k >> 5) * fx.Int32(self.scale_row_bytes) + at
+        self.offset = select(at < self.scale_columns - row0, offset, OUT_OF_RANGE)
+        self.loads = self.values = self.tile.loads + 1
 
     def load(self, k0):
         """This lane's chunks of codes of one stage, then their scales: `values` Vectors."""
@@ -159,15 +159,22 @@ class TurnedCodes(TurnedColumns):
         num_bytes = (used_rows - 1) * fx.Int32(self.scale_row_bytes) + (self.scale_columns - self.row0)
         byte_offset = fx.Int64(block) * self.scale_row_bytes + fx.Int64(self.row0)
         scales = Buffer(self.scale, byte_offset, select(k0 < self.K, num_bytes, 0))
-        return super().load(k0) + [scales.load(offset, 1, fx.Int32) for offset in self.offsets]
+        return [*super().load(k0), scales.load(self.offset, 4, fx.Int32)]
+
+    def _scale_words(self, scales):
+        """{first column of four, relative to the lane's first: Int32 of their scales}"""
+        words = {i: scales[i] for i in range(4)}
+        for bit in self.own:
+            has_bit = ((self.column >> (bit + 2)) & 1) == 1
+            words = {i: select(has_bit, words[i | 1 << bit], word) for i, word in words.items() if not (i >> bit) & 1}
+        if self.shift is not None:
+            words = {i: fx.Int32(fx.Uint32(word) >> fx.Uint32(self.shift)) for i, word in words.items()}
+        return {4 * i: word for i, word in words.items()}
 
     def store(self, values, lds, stage_offset):
         """What load() brought, turned and dequantized, to LDS."""
         words = self._turned(values[: self.tile.loads])
-        scales = [scale[0] for scale in values[self.tile.loads :]]
-        if self.shift is not None:
-            scales = [fx.Int32(fx.Uint32(scale) >> fx.Uint32(self.shift)) for scale in scales]
-        scale_of = dict(zip(self.fours, scales, strict=True))
+        scale_of = self._scale_words(values[self.tile.loads])
         factors = {column: scale_factor(scale_of[column & -4], column & 3) for _, column in words}
         for column, k in self._chunks(words):
             chunk = []

@@ -290,12 +290,10 @@ def _read_in_chunks(problem, config, arch, tensors):
             (name, scale.view(torch.uint8) if scale is not None and scale.element_size() == 1 else scale)
             for name, scale in scales
         )
-        # gfx942 reads single bytes where K is contiguous.
-        contiguous = (problem.layout != "NT", problem.layout == "TN")
         read += [
             (name, scale, rows)
-            for (name, scale), rows, bytewise in zip(scales, (rows_a, rows_b), contiguous, strict=True)
-            if scale is not None and not (bytewise and dequantizes(problem, arch))
+            for (name, scale), rows in zip(scales, (rows_a, rows_b), strict=True)
+            if scale is not None
         ]
     if problem.K > 0:
         return read

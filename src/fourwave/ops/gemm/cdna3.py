@@ -31,7 +31,10 @@ multiplications that were the last to read it. K is added in the same order as t
 
 Block scales: this machine's matrix unit takes none, so codes become bfloat16 between registers and LDS, exactly
 (blocks/flydsl/dequantize.py), and are multiplied as such. Where K is contiguous, a lane writes every second chunk of a
-line: two lanes meet in a bank. Where it is not, codes are turned before they become numbers.
+line: two lanes meet in a bank. Where it is not, codes are turned before they become numbers. Scales come 16 bytes a lane: of
+columns those of each tile, with the codes; of rows those of 512 k at once, kept in registers (loaders.ScaledRows). The loop is
+then one over the steps of 512 k in one over K; the first step, which has its own code, loads the scales of the next 512 k.
+The 256 x 256 tile has no registers for that (config.keeps_scales), loads scales of rows with each tile's codes, and has one loop.
 
 Limits  tails in M, N and K are handled; 16-byte alignment and the row stride limit are checked in config.py and amd.py.
 Source  operand layout of V_MFMA_F32_16X16X16_BF16, V_MFMA_F32_16X16X32_FP8_FP8: AMD CDNA3 ISA guide, AMD matrix instruction calculator.
@@ -40,22 +43,40 @@ Source  operand layout of V_MFMA_F32_16X16X16_BF16, V_MFMA_F32_16X16X32_FP8_FP8:
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
+from fourwave.blocks.flydsl.control import loop
 from fourwave.blocks.flydsl.epilogue import SWIGLU, row_sums
 from fourwave.blocks.flydsl.loaders import (
     Fragments,
     GlobalTile,
     PreshuffledRows,
     RegisterScales,
-    StagedCodes,
+    ScaledRows,
     StagedTile,
 )
-from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, lds_struct, uniform, wait_lds
+from fourwave.blocks.flydsl.memory import (
+    barrier,
+    interleave,
+    keep_order,
+    lds_struct,
+    minimum,
+    select,
+    uniform,
+    wait_lds,
+)
 from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
-from fourwave.blocks.flydsl.tiles import WAVE, WORKGROUP
+from fourwave.blocks.flydsl.tiles import SCALE_K, WAVE, WORKGROUP
 from fourwave.blocks.flydsl.turned import TurnedCodes, TurnedColumns, TurnedFragments
 from fourwave.ops.gemm.cdna import finish, launcher
-from fourwave.ops.gemm.config import block_scaled, code_format, geometry, shuffled_ahead, split_step, wide_scaled
+from fourwave.ops.gemm.config import (
+    block_scaled,
+    code_format,
+    geometry,
+    keeps_scales,
+    shuffled_ahead,
+    split_step,
+    wide_scaled,
+)
 
 ARCH = "gfx942"
 NUM_STAGES = 2  # LDS buffers per operand
@@ -70,6 +91,7 @@ def build(spec, fmt, epi):
     )
     split_k = split_step(spec.problem, geo)
     codes, wide = block_scaled(spec.problem), wide_scaled(spec.problem)
+    kept = keeps_scales(spec.problem, spec.config, ARCH)
     assert geo.num_stages == NUM_STAGES, "why_unsupported lets nothing else through"
 
     storage = lds_struct(
@@ -82,8 +104,8 @@ def build(spec, fmt, epi):
     def on_its_way(tensor, scale, tile, dtype, row0, K, thread):
         """An operand on its way to LDS."""
         if codes:
-            kind = StagedCodes if tile.k_contiguous else TurnedCodes
-            return kind(tensor, scale, tile, code_format(dtype), row0, K, thread)
+            operand = tensor, scale, tile, code_format(dtype), row0, K, thread
+            return ScaledRows(*operand, kept=kept) if tile.k_contiguous else TurnedCodes(*operand)
         if tile.k_contiguous:
             return StagedTile(GlobalTile(tensor, tile, row0, K, thread), fmt.dtype, thread)
         return TurnedColumns(tensor, tile, tile.elem_bytes, row0, K, thread)
@@ -136,10 +158,28 @@ def build(spec, fmt, epi):
             """Preshuffled fragments of one slice, on their way."""
             return rows_b.load(k_first + tile_index * geo.tile_k + k_slice * geo.b.slice_k)
 
-        def write_tile(values, stage):
-            staged_a.store(values[: staged_a.values], lds_a, stage * geo.a.stage_bytes)
+        def write_tile(values, stage, scales, tile, number):
+            """number: of the tile; scales: of rows, that are kept, from some tile on; tile: the number from there."""
+            at = tile if kept else number
+            of_a = [scales[:num_a], at] if codes and geo.a.k_contiguous else []
+            staged_a.store(values[: staged_a.values], *of_a, lds_a, stage * geo.a.stage_bytes)
             if fx.const_expr(through_lds):
-                staged_b.store(values[staged_a.values :], lds_b, stage * geo.b.stage_bytes)
+                of_b = [scales[num_a:], at] if codes and geo.b.k_contiguous else []
+                staged_b.store(values[staged_a.values :], *of_b, lds_b, stage * geo.b.stage_bytes)
+
+        # Scales of 512 k of a lane's rows that are kept (ScaledRows), of those operands that have them.
+        num_a = staged_a.scale_loads if kept and geo.a.k_contiguous else 0
+        num_b = staged_b.scale_loads if kept and geo.b.k_contiguous else 0
+        num_rows = num_a + num_b
+
+        def load_rows_scales(part):
+            """Of the 512 k number `part` (Int32)."""
+            k0 = k_first + part * SCALE_K
+            return (staged_a.load_scales(k0) if num_a else []) + (staged_b.load_scales(k0) if num_b else [])
+
+        def after_tiles(scales, tiles):
+            of_a = staged_a.after(scales[:num_a], tiles) if num_a else []
+            return of_a + (staged_b.after(scales[num_a:], tiles) if num_b else [])
 
         def read_fragments(stage, k_slice):
             return (
@@ -157,8 +197,10 @@ def build(spec, fmt, epi):
 
         # Prologue: tiles 0 and 1 to LDS, tile 2 in registers; the first fragments.
         tile0, tile1 = load_tile(fx.Int32(0)), load_tile(fx.Int32(1))
-        write_tile(tile0, 0)
-        write_tile(tile1, 1)
+        rows_scales = load_rows_scales(fx.Int32(0))
+        write_tile(tile0, 0, rows_scales, 0, fx.Int32(0))
+        write_tile(tile1, 1, rows_scales, 1, fx.Int32(1))
+        rows_scales = after_tiles(rows_scales, NUM_STAGES)
         staged = load_tile(fx.Int32(NUM_STAGES))
         ahead = []
         for index in fx.range_constexpr(b_ahead * geo.num_slices):
@@ -171,30 +213,39 @@ def build(spec, fmt, epi):
         scale = load_scales(fx.Int32(0))
 
         # Main loop, tiles_per_step K tiles a step. State: stage of tile k, tile k + 2 in registers, the first fragments
-        # of tile k, scales of its first 128 k, the accumulators.
+        # of tile k, scales of its first 128 k, scales of rows from tile k + 2 on, those of the next 512 k, the accumulators.
         num_steps = num_tiles(K - k_first, step_k)
-        counts = [len(staged), fragments_a.values, values_b, num_scales, len(ahead) * geo.frags_n]
-        state = [fx.Int32(0)] + staged + frag_a + frag_b + scale + [b for each in ahead for b in each] + mma.zero()
-        for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
+        counts = [len(staged), fragments_a.values, values_b, num_scales, len(ahead) * geo.frags_n, 2 * num_rows]
+        state = [fx.Int32(0)] + staged + frag_a + frag_b + scale + [b for each in ahead for b in each]
+        state += rows_scales + rows_scales + mma.zero()
+
+        def one_step(step, state, rows_part=None):
+            """rows_part: which 512 k of scales of rows to load on the way."""
             stage = fx.Int32(state[0])
             values = [fx.Vector(value) for value in state[1:]]
             staged = values[: counts[0]]
             frag_a = values[counts[0] : sum(counts[:2])]
             frag_b = values[sum(counts[:2]) : sum(counts[:3])]
             scale = values[sum(counts[:3]) : sum(counts[:4])]
-            flat_b = values[sum(counts[:4]) : sum(counts)]
+            flat_b = values[sum(counts[:4]) : sum(counts[:5])]
             ahead = [flat_b[i : i + geo.frags_n] for i in range(0, len(flat_b), geo.frags_n)]
+            rows_scales = values[sum(counts[:5]) : sum(counts[:5]) + num_rows]
+            rows_scales_next = values[sum(counts[:5]) + num_rows : sum(counts)]
             acc = values[sum(counts) :]
             for k_tile_of_step in fx.range_constexpr(geo.tiles_per_step):
                 k_tile = fx.Int32(step) * geo.tiles_per_step + k_tile_of_step
                 for k_slice in fx.range_constexpr(geo.num_slices):
+                    more_loads = 0
                     if fx.const_expr(k_slice < geo.num_slices - 1):
                         next_a, next_b = read_fragments(stage, k_slice + 1)
                     else:
                         wait_lds()
                         barrier()
                         keep_order()
-                        write_tile(staged, stage)
+                        write_tile(staged, stage, rows_scales, k_tile_of_step, k_tile + NUM_STAGES)
+                        if fx.const_expr(rows_part is not None and k_tile_of_step == 0):
+                            # Older than the next tile, which is waited for first.
+                            rows_scales_next, more_loads = load_rows_scales(rows_part), num_rows
                         staged = load_tile(k_tile + (NUM_STAGES + 1))
                         next_a, next_b = read_fragments(1 - stage, 0)
                     slice_of_step = k_tile_of_step * geo.num_slices + k_slice
@@ -215,7 +266,7 @@ def build(spec, fmt, epi):
                     moves = k_slice == geo.num_slices - 1
                     writes = staged_a.writes + (staged_b.writes if through_lds else 0) if moves else 0
                     loads = staged_a.loads + (staged_b.loads if through_lds else 0) if moves else 0
-                    interleave(mma.instructions, writes=writes, loads=loads, reads=hinted_reads)
+                    interleave(mma.instructions, writes=writes, loads=loads + more_loads, reads=hinted_reads)
                     # Multiplications of one slice stay with its reads: behind the barrier they would hold it up.
                     keep_order()
                     if fx.const_expr(b_ahead):
@@ -224,7 +275,28 @@ def build(spec, fmt, epi):
                         keep_order()
                     frag_a, frag_b = next_a, next_b
                 stage = 1 - stage
-            results = yield [stage] + staged + frag_a + frag_b + scale + [b for each in ahead for b in each] + acc
+            rows_scales = after_tiles(rows_scales, geo.tiles_per_step)
+            flat_b = [b for each in ahead for b in each]
+            return [stage] + staged + frag_a + frag_b + scale + flat_b + rows_scales + rows_scales_next + acc
+
+        def one_part(part, state):
+            """The steps that write the tiles of 512 k, whose scales are there. The first one loads those of the next 512 k."""
+            end = (part + 1) * steps_per_part - steps_ahead
+            first = select(part == 0, 0, end - steps_per_part)
+            state = one_step(first, state, part + 1)
+            rest = minimum(end, num_steps) - first - 1
+            state = loop(rest, state, lambda i, state: one_step(first + 1 + i, state))
+            at = 1 + sum(counts[:5])
+            return state[:at] + state[at + num_rows : at + 2 * num_rows] * 2 + state[at + 2 * num_rows :]
+
+        if fx.const_expr(num_rows):
+            # Tiles are written two ahead: the last ones of 512 k of scales are multiplied with the next.
+            steps_per_part, steps_ahead = SCALE_K // step_k, NUM_STAGES // geo.tiles_per_step
+            num_parts = num_tiles(num_steps + steps_ahead, steps_per_part)
+            results = loop(num_parts, state, one_part)
+        else:
+            for step, state in range(fx.Int32(0), num_steps, fx.Int32(1), init=state, unroll=1):
+                results = yield one_step(step, state)
 
         # Drain: nothing; what is still in flight are registers of tiles past K.
 

@@ -140,6 +140,7 @@ SHUFFLED_AHEAD = 512  # k that preshuffled b is loaded ahead
 # Parts of K of 8-bit operands in TN are whole multiples, whatever the tile, and b preshuffled or not: same bits. And of operands with scales
 # that change along K, which come for as many k at a time.
 SPLIT_STEP = SCALE_K
+MAX_SCALED_K = 128  # tile_k of codes that become bfloat16 on their way to LDS
 MAX_LOADS = 63  # in flight that s_waitcnt can count
 # Of packed operands, and of one packed and one of 8 bits. Fragments of columns come in pairs (loaders.Fragments).
 _CANDIDATES_FLOAT4 = (
@@ -386,6 +387,12 @@ def split_step(problem: GemmProblem, geo: Geometry) -> int:
 def dequantizes(problem: GemmProblem, arch: str) -> bool:
     """Whether codes become bfloat16 on their way to LDS: gfx942's matrix unit takes no scales of blocks."""
     return block_scaled(problem) and arch == "gfx942"
+
+
+def keeps_scales(problem: GemmProblem, config: GemmConfig, arch: str) -> bool:
+    """Whether scales of rows, of blocks of 32 k, stay in registers for 512 k. gfx942's largest tile has 256 results in a lane's registers,
+    and the others have no room for that: it loads them again for each tile."""
+    return dequantizes(problem, arch) and config.tile_m * config.tile_n < 256 * 256
 
 
 def dequantizes_b(problem: GemmProblem) -> bool:
@@ -748,6 +755,8 @@ def _why_config_unsupported(problem, config, arch):
         if brings_scales(problem, arch) and SCALE_K % config.tile_k:
             return f"tile_k={config.tile_k}: scales come for {SCALE_K} of K at a time, which it must divide"
         # 4 KiB of LDS for each load in flight: what fits in LDS is less than s_waitcnt can count.
+    elif dequantizes(problem, arch) and config.tile_k > MAX_SCALED_K:
+        return f"tile_k={config.tile_k}: of scales that come for {SCALE_K} of K at a time, a tile uses those of at most {MAX_SCALED_K}"
     elif config.num_stages != 2:
         return f"num_stages={config.num_stages}: the gfx942 kernel has 2 LDS buffers and one more tile in registers"
     if problem.out_scaling == "1x32":
