@@ -47,7 +47,7 @@ def check(case: GemmCase, target: Target) -> None:
     case = replace(case, fnuz=fnuz, transposed=target.backend == "hopper")
     u_acc = bounds.U_FP32
     if target.device == "cuda" and target.backend in ("native", "hopper") and case.problem.precision == "fp8":
-        u_acc = bounds.hopper_fp8_u_acc(case.shape.K, promote=True)
+        u_acc = bounds.hopper_fp8_u_acc(case.shape.K, promote=True, wide=True)
     try:
         result = case.run(target.backend, device=target.device, u_acc=u_acc)
     except NotImplementedError as error:
@@ -98,6 +98,8 @@ def test_epilogues(target: Target, name: str, layout: str) -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_e4m3", "mxfp8_e4m3"])
 def test_bias_gradients(target: Target, name: str) -> None:
+    if target.backend == "hopper" and name != "bf16":
+        pytest.skip("hopper reads columnwise codes stored transposed, of which there is no bias gradient")
     formats: dict[str, Any] = {} if name == "bf16" else {"a_format": name, "b_format": name}
     base = GemmCase(by_name("tail all"), "NT", **formats)
     check(replace(base, bias_grad=FP32, accumulate=True, out_dtype=FP32), target)
@@ -276,8 +278,6 @@ def test_what_is_missing_or_wrong_is_told() -> None:
 
 
 def test_swiglu_gradients_are_those_of_autograd(target: Target) -> None:
-    if target.backend == "hopper":
-        pytest.skip("hopper has no swiglu")
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(12, 32, generator=generator).to(target.device, BF16).requires_grad_()
     w = torch.randn(48, 32, generator=generator).to(target.device, BF16).requires_grad_()

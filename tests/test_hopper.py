@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,6 +96,87 @@ def test_problems_that_the_kernel_cannot_run_are_refused_with_the_reason() -> No
     assert "layout NT" in (why_unsupported(replace(few, layout="NT"), swapped(few, 128, 1)) or "")
     assert "each CTA needs a k step" in (why_unsupported(few, swapped(few, 128, 4)) or "")
     assert "HopperConfig" in (why_unsupported(problem(), GemmConfig()) or "")  # type: ignore[arg-type]
+    blocks = replace(precise, a_scaling="1x128", b_scaling="128x128")
+    assert "halves of b" in (why_unsupported(replace(blocks, activation="swiglu"), None) or "")
+    assert why_unsupported(replace(blocks, preactivation_dtype=BF16), None) is None
+    mx = replace(problem(), out_dtype=FP8[0], out_scaling="1x32")
+    assert "quantized with scales 1x32" in (why_unsupported(mx, None) or "")
+    swiglu = replace(problem(), activation="swiglu")
+    assert "128 must divide" in (why_unsupported(swiglu, sm90_config.LONG) or "")
+    assert "either half" in (why_unsupported(swiglu, sm90_config.SQUARE) or "")
+    saved = replace(problem(), preactivation_dtype=BF16)
+    assert "the 3 buffers" in (why_unsupported(replace(swiglu, preactivation_dtype=BF16), sm90_config.LOW) or "")
+    full = replace(sm90_config.WIDE, num_stages=4, store_stages=4)
+    assert "bytes of shared memory" in (
+        why_unsupported(replace(problem(layout="NT"), bias_grad_dtype=FP32), full) or ""
+    )
+    for p in (swiglu, saved, replace(problem(), out_dtype=FP8[1], out_scaling="tensor")):
+        p = replace(p, M=16)
+        assert "a swapped tile has no" in (why_unsupported(p, swapped(p, 64)) or "")
+        assert default_config(p)[0].schedule != "swapped"
+
+
+def more_problems() -> list[GemmProblem]:
+    """With what sm90.GemmWithOutputs writes, and with swiglu."""
+    e4m3 = replace(problem(), a_dtype=FP8[0], b_dtype=FP8[0], a_scaling="row", b_scaling="row")
+    saved = {"preactivation_dtype": BF16, "activation": "gelu"}
+    gated = {"preactivation_dtype": BF16, "activation": "swiglu"}
+    made: list[tuple[GemmProblem, dict[str, object]]] = [
+        (problem(), saved), (problem(layout="NN"), {**saved, "preactivation_dtype": FP32}), (problem(out=FP32), saved),
+        (problem(), gated), (problem(layout="NN", out=FP32), gated), (problem(), {"activation": "swiglu"}), (e4m3, gated),
+        (replace(e4m3, a_scaling="1x128", b_scaling="128x128"), saved),
+        (problem(layout="NT", out=FP32), {"bias_grad_dtype": FP32}), (problem(layout="NT"), {"bias_grad_dtype": BF16}),
+        (problem(), {"out_dtype": FP8[0], "out_scaling": "tensor"}),
+        (e4m3, {"out_dtype": FP8[1], "out_scaling": "tensor", **gated}),
+    ]  # fmt: skip
+    return [replace(p, **change) for p, change in made]  # type: ignore[arg-type]
+
+
+def test_every_problem_has_tiles_of_all_sizes() -> None:
+    for p in more_problems():
+        for M in (8, 100, 512):
+            tiles = candidates(replace(p, M=M))
+            assert len({(c.tile_m, c.tile_n) for c in tiles}) >= 3, (p, tiles)
+            assert default_config(replace(p, M=M))[0] in tiles
+
+
+@pytest.mark.parametrize("number", range(len(more_problems()) + 1))
+def test_arguments_lie_where_the_kernel_looks(number: int) -> None:
+    """The launcher's block, read as the compiled function reads it: one address per argument, in its order."""
+    p = [problem(), *more_problems()][number]
+    seen: dict[str, object] = {}
+    more = sm90_config.more_outputs(p)
+    arguments = sm90_launch._ARGUMENTS_AND_MORE if more else sm90_launch._ARGUMENTS
+    kinds: dict[str, Any] = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+
+    class Executor:
+        @staticmethod
+        def capi_func(packed: ctypes.Array[ctypes.c_void_p]) -> None:
+            for (name, kind), address in zip(arguments.items(), packed, strict=True):
+                assert address is not None
+                seen[name] = kinds[kind].from_address(address).value
+
+    config = default_config(p)[0]
+    plan = sm90_launch._Plan(config, Executor(), p, (1, 2, 3, 4, 5), 132)
+    one = torch.zeros(1)
+    given: dict[str, torch.Tensor] = {"bias": one.clone(), "a_scale": one.clone(), "b_scale": one.clone()}
+    if more:
+        given |= {"bias_grad": one.clone(), "out_scale": one.clone(), "out_amax": one + 7}
+    plan.launch(11, 12, 13, 14, GemmTensors(one, one, one, alpha=0.5, **given), 15)
+    pointers = {name: t.data_ptr() for name, t in given.items()}
+    expected: dict[str, object] = {
+        "a": 11, "b": 12, "out": 13, "bias": pointers["bias"], "scale_a": pointers["a_scale"], "scale_b": pointers["b_scale"],
+        "M": p.M, "N": p.N, "K": p.K, "a_stride": 1, "b_stride": 2, "out_stride": 3, "alpha": 0.5, "group": config.group,
+        "stream": 15, "result": 0,
+    }  # fmt: skip
+    if more:
+        expected |= {"z": 14, "z_stride": 4, "z_distance": 5} | {
+            name: pointers[name] for name in ("bias_grad", "out_scale", "out_amax")
+        }
+        assert given["out_amax"] == 0  # the kernel raises what is there
+    tiles = -(-p.M // (config.tile_m * config.cluster_m)) * -(-p.N // (config.tile_n * config.cluster_n))
+    expected["num_clusters"] = min(tiles, 132 // config.cluster_size)
+    assert seen == expected and list(seen)[-2:] == ["stream", "result"]
 
 
 def test_automatic_choice_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +204,8 @@ def test_automatic_choice_takes_what_was_measured(monkeypatch: pytest.MonkeyPatc
             replace(large, out_dtype=FP32), replace(large, bias_dtype=BF16), replace(large, activation="relu"),
             replace(large, accumulate=True), replace(large, a_dtype=FP16, b_dtype=FP16), replace(rows, M=16),
             replace(rows, fast_accum=True), replace(tensors, fast_accum=False), replace(blocks, M=64),
-            replace(blocks, b_dtype=FP8[1]),
+            replace(blocks, b_dtype=FP8[1]), replace(large, activation="swiglu"), replace(large, preactivation_dtype=BF16),
+            replace(large, layout="NT", bias_grad_dtype=FP32), replace(large, out_dtype=FP8[0], out_scaling="tensor"),
         ]  # fmt: skip
         for p in left:
             assert why_unsupported(p, None) is None, p
@@ -195,6 +279,25 @@ def test_copies_are_told_without_a_launch() -> None:
     assert told(16, 509, 64) == []
     assert told(512, 509, 64, accumulate=True)[-1] == "accumulated through a float32 buffer: out is torch.bfloat16"
     assert told(16, 509, 64, accumulate=True) == []
+    swiglu = replace(problem(512, 1032, 64), activation="swiglu", preactivation_dtype=BF16)
+    rows = torch.zeros(512, 64, dtype=BF16)
+    weights = torch.zeros(1032, 64, dtype=BF16)
+    z = torch.zeros(512, 1032, dtype=BF16)
+    notes = sm90_launch.copies(swiglu, None, GemmTensors(rows, weights, None, preactivation=z))
+    assert notes == [
+        "out written through a copy: row stride not a multiple of 16 bytes",
+        "preactivation written through a copy: halves of its rows, 1032 bytes, end inside a chunk of 16",
+    ]
+    odd = replace(swiglu, N=1034, layout="NN", preactivation_dtype=None)
+    notes = sm90_launch.copies(odd, None, GemmTensors(rows, torch.zeros(64, 1036, dtype=BF16)[:, :1034], None))
+    assert notes[0] == "b copied: the second half of its rows, after 1034 bytes, begins inside a chunk of 16"
+    assert notes[1:] == ["out written through a copy: row stride not a multiple of 16 bytes"]
+    even = replace(swiglu, N=1024)
+    tensors = GemmTensors(rows, weights[:1024], None, preactivation=z[:, :1024])
+    assert sm90_launch.copies(even, None, tensors) == []
+    assert sm90_launch.copies(even, None, tensors._replace(preactivation=z[:, 4:1028])) == [
+        "preactivation written through a copy: base not 16-byte aligned"
+    ]
 
 
 def test_without_a_hopper_gpu_a_named_backend_raises() -> None:
@@ -251,6 +354,143 @@ def test_compiled_code_has_the_instructions(layout: str, out: str, index: int, t
     assert done.returncode == 0 and "compiled" in done.stdout, done.stderr
 
 
+class StandIn:
+    """What the kernel does, on the CPU: reads a plan's block and writes every output through its pointers."""
+
+    def __init__(self, spec: sm90_launch.Specialisation) -> None:
+        self.spec, self.calls = spec, 0
+
+    @staticmethod
+    def matrix(address: int, rows: int, columns: int, stride: int, dtype: torch.dtype) -> torch.Tensor:
+        """As TMA stores it: rows at multiples of 16 bytes, and the chunk of 16 that a row's end cuts is spoiled."""
+        chunk = 16 // dtype.itemsize
+        assert address % 16 == 0 and stride % chunk == 0
+        whole = -(-columns // chunk) * chunk
+        size = ((rows - 1) * stride + whole) * dtype.itemsize
+        flat = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=dtype)
+        flat.as_strided((rows, whole), (stride, 1))[:, columns:] = float("nan")
+        return flat.as_strided((rows, columns), (stride, 1))
+
+    def capi_func(self, packed: ctypes.Array[ctypes.c_void_p]) -> None:
+        self.calls += 1
+        spec = self.spec
+        arguments = sm90_launch._ARGUMENTS_AND_MORE if spec.more_outputs else sm90_launch._ARGUMENTS
+        kinds: dict[str, Any] = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
+        got = {
+            name: kinds[kind].from_address(address or 0).value
+            for (name, kind), address in zip(arguments.items(), packed, strict=True)
+        }
+        M, N, K = got["M"], got["N"], got["K"]
+        parts = 2 if spec.activation == "swiglu" else 1
+        a_shape, b_shape = (K, M) if spec.layout == "NT" else (M, K), (N, K) if spec.layout == "TN" else (K, N)
+        columns = list(range(b_shape[1]))
+        if parts == 2 and spec.layout != "TN":  # each half begins at a multiple of 16 bytes
+            half, chunk = N // 2, 16 // spec.b_dtype.itemsize
+            columns = [*range(half), *range(-(-half // chunk) * chunk, -(-half // chunk) * chunk + half)]
+        read = []
+        for name, shape, dtype, last in (
+            ("a", a_shape, spec.a_dtype, a_shape[1]),
+            ("b", b_shape, spec.b_dtype, columns[-1] + 1),
+        ):
+            size = ((shape[0] - 1) * got[f"{name}_stride"] + last) * dtype.itemsize
+            whole = torch.frombuffer((ctypes.c_uint8 * size).from_address(got[name]), dtype=dtype)
+            read.append(whole.as_strided((shape[0], last), (got[f"{name}_stride"], 1)).double())
+        read[1] = read[1][:, columns]
+        told: dict[str, Any] = {"trans_a": spec.layout == "NT", "trans_b": spec.layout == "TN", "alpha": got["alpha"]}
+        z = gemm_reference(*read, **told)
+        y = gemm_reference(*read, **told, activation=spec.activation)
+        out = self.matrix(got["out"], M, N // parts, got["out_stride"], spec.out_dtype)
+        out.copy_(out + y if spec.accumulate else y)
+        if spec.preactivation_dtype is not None:
+            for part, half in enumerate(z.chunk(parts, 1)):
+                at = got["z"] + part * got["z_distance"] * spec.preactivation_dtype.itemsize
+                self.matrix(at, M, N // parts, got["z_stride"], spec.preactivation_dtype).copy_(half)
+        if spec.bias_grad_dtype is not None:
+            grad = torch.frombuffer(
+                (ctypes.c_uint8 * (M * spec.bias_grad_dtype.itemsize)).from_address(got["bias_grad"]),
+                dtype=spec.bias_grad_dtype,
+            )
+            sums = read[0].sum(0)
+            grad.copy_(grad + sums if spec.accumulate else sums)
+
+
+@pytest.mark.parametrize("layout", ["TN", "NT"])
+@pytest.mark.parametrize("N", [512, 528, 522])
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+@pytest.mark.parametrize(("out_dtype", "accumulate"), [(BF16, False), (FP32, True), (BF16, True)])
+def test_launcher_hands_over_every_output(
+    monkeypatch: pytest.MonkeyPatch, layout: str, N: int, activation: str, out_dtype: torch.dtype, accumulate: bool
+) -> None:
+    """On the CPU, with a stand-in for the kernel: halves of z, what goes through copies, sums into what is there; twice, since
+    the second call of a kind goes a shorter way, which other strides do not take."""
+    stand_ins: dict[sm90_launch.Specialisation, StandIn] = {}
+    monkeypatch.setattr(sm90_launch, "_executor", lambda spec: stand_ins.setdefault(spec, StandIn(spec)))
+    monkeypatch.setattr(sm90_launch, "_num_sms", lambda device: 132)
+    monkeypatch.setattr(sm90_launch, "_local", threading.local())
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    M, K = 160, 64
+    sums: dict[str, Any] = {"bias_grad_dtype": BF16} if layout == "NT" else {}
+    p = replace(
+        problem(M, N, K, layout, out_dtype),
+        activation=activation,
+        accumulate=accumulate,
+        preactivation_dtype=BF16,
+        **sums,
+    )  # type: ignore[arg-type]
+    a, b = inputs.spread(Shape("launch", M, N, K), BF16, layout=layout)
+    told: dict[str, Any] = {"trans_a": layout == "NT", "trans_b": layout == "TN"}
+    addend = torch.randn(M, p.out_columns).to(out_dtype) if accumulate else None
+    grad_addend = torch.randn(1, M).to(BF16) if accumulate else None
+    for shift, more in ((0, 16), (0, 16), (0, 32), (4, 16)):  # columns
+        out = buffers.poisoned(M, p.out_columns, out_dtype, addend=addend)
+        room = torch.full((M, -(-N // 8) * 8 + more), float("nan")).to(BF16)
+        z = room[:, shift : shift + N]
+        grad = buffers.poisoned(1, M, BF16, addend=grad_addend)
+        tensors = GemmTensors(a, b, out.tensor, preactivation=z, bias_grad=grad.tensor[0] if sums else None)
+        notes = sm90_launch.run(p, None, tensors)
+        assert any("preactivation" in note for note in notes) == (shift > 0 or N // (N // p.out_columns) % 8 > 0)
+        exact = gemm_reference(a, b, **told, activation=activation, addend=addend)
+        bound = bounds.gemm_bound(a, b, out_dtype, **told, activation=activation, addend=addend)
+        bounds.assert_within(out.tensor, exact, bound)
+        bounds.assert_within(z, gemm_reference(a, b, **told), bounds.gemm_bound(a, b, BF16, **told))
+        assert room[:, :shift].isnan().all() and room[:, shift + N :].isnan().all()
+        if sums:
+            expected = a.double().sum(0) + (0 if grad_addend is None else grad_addend[0].double())
+            within = bounds.sum_bound(a.double(), BF16, None if grad_addend is None else grad_addend[0])
+            bounds.assert_within(grad.tensor[0], expected, within)
+        out.assert_guards_intact()
+    assert sum(each.calls for each in stand_ins.values()) == 4
+
+
+COMPILE_MORE = """
+import sys, torch
+from dataclasses import replace
+sys.path.insert(0, sys.argv[2])
+from test_hopper import more_problems
+from fourwave.ops.gemm.sm90_config import candidates
+from fourwave.ops.gemm.sm90_launch import compile_kernel, specialise
+p = replace(more_problems()[int(sys.argv[1])], bias_dtype=torch.bfloat16)
+config = candidates(p)[0]
+ptx = compile_kernel(specialise(p, config), keep=True).__ptx__
+assert ptx.count("wgmma.mma_async.sync.aligned.m64n8k16") == (8 * config.warpgroup_m // 64 if p.bias_grad_dtype else 0)
+assert ("cp.async.bulk.tensor.3d.global" in ptx) == (p.preactivation_dtype is not None and p.activation == "swiglu")
+assert ("red.global.max.s32" in ptx) == (p.out_scaling is not None)
+assert ptx.count("cvt.rn.satfinite") > 16 or p.out_scaling is None
+assert ".local" not in ptx, "an array went to local memory"
+print("compiled")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cutedsl_missing() is not None, reason=str(cutedsl_missing()))
+@pytest.mark.parametrize("number", [3, 6, 8, 11])
+def test_compiled_code_of_more_outputs(number: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COMPILE_MORE, str(number), str(Path(__file__).parent)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0 and "compiled" in done.stdout, done.stderr
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # On a Hopper GPU
 
@@ -295,6 +535,156 @@ def test_epilogues_on_several_tiles(index: int, out_dtype: torch.dtype, accumula
         shape, "NT", BF16, out_dtype, bias_dtype=BF16, activation="gelu_tanh", alpha=0.5, accumulate=accumulate
     )
     run_case(case, config)
+
+
+def each_candidate(case: GemmCase, u_acc: float = bounds.U_FP32) -> None:
+    """The case, which has tails, with every tile that its problem has; several tiles each."""
+    for config in candidates(replace(case.problem, device_type="cuda")):
+        result = case.run("hopper", device="cuda", config=config, u_acc=u_acc)  # type: ignore[arg-type]
+        assert result.guards is None, f"{case}, {config}: {result.guards}"
+        assert result.ratio <= 1, f"{case}, {config}: {result.ratio:.3g} times the bound at {list(result.worst)}"
+
+
+TAILS = Shape("tails", 700, 912, 1000)  # both halves of N end inside a tile
+ODD = Shape("odd", 333, 654, 200)  # rows of out and halves of z are no multiples of 16 bytes
+
+
+@on_gpu
+@every_layout
+@pytest.mark.parametrize(
+    ("activation", "out_dtype", "z_dtype"),
+    [(None, BF16, BF16), ("gelu", FP32, FP16), ("silu", BF16, FP32), ("swiglu", BF16, BF16), ("swiglu", FP32, FP32)],
+)
+def test_saved_preactivation(layout: str, activation: str | None, out_dtype: torch.dtype, z_dtype: torch.dtype) -> None:
+    for shape in (TAILS, ODD):
+        case = GemmCase(
+            shape, layout, BF16, out_dtype, out_view="sliced", bias_dtype=FP32, activation=activation, alpha=0.5,
+            preactivation=z_dtype,
+        )  # fmt: skip
+        each_candidate(case)
+
+
+@on_gpu
+@every_layout
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("out_dtype", [BF16, FP32])
+def test_swiglu(layout: str, out_dtype: torch.dtype, accumulate: bool) -> None:
+    for shape in (TAILS, ODD, Shape("few rows", 5, 912, 200)):
+        case = GemmCase(
+            shape, layout, FP16, out_dtype, a_view="sliced", b_view="sliced", bias_dtype=BF16, activation="swiglu",
+            accumulate=accumulate,
+        )  # fmt: skip
+        each_candidate(case)
+
+
+@on_gpu
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_row", "fp8_1x128"])
+@pytest.mark.parametrize("activation", ["silu", "swiglu"])
+@pytest.mark.parametrize("out_format", [None, "fp8_e4m3"])
+def test_fp8_with_more_outputs(activation: str, name: str, fast: bool, out_format: str | None) -> None:
+    if name == "fp8_1x128" and activation == "swiglu":
+        pytest.skip("refused: test_problems_that_the_kernel_cannot_run_are_refused_with_the_reason")
+    case = GemmCase(
+        TAILS, a_format=name, b_format="fp8_128x128" if name == "fp8_1x128" else name, bias_dtype=BF16,
+        activation=activation, preactivation=BF16, out_format=out_format, fast_accum=fast,
+    )  # fmt: skip
+    each_candidate(case, bounds.hopper_fp8_u_acc(TAILS.K, not fast or name == "fp8_1x128", wide=True))
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "accumulate", "grad_dtype"),
+    [(BF16, BF16, False, BF16), (BF16, FP32, True, FP32), (BF16, BF16, True, FP16), (FP16, FP32, False, FP16)],
+)
+def test_bias_grad(dtype: torch.dtype, out_dtype: torch.dtype, accumulate: bool, grad_dtype: torch.dtype) -> None:
+    """alpha does not scale it; the tiles of the first columns alone make it."""
+    for shape in (TAILS, ODD, Shape("persistent", 5000, 3300, 104)):
+        case = GemmCase(
+            shape, "NT", dtype, out_dtype, a_view="sliced", alpha=0.5, accumulate=accumulate, bias_grad=grad_dtype
+        )
+        each_candidate(case)
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    ("dtype", "activation", "out_format"),
+    [(BF16, None, "fp8_e4m3"), (FP16, "gelu_tanh", "fp8_e5m2"), (BF16, "swiglu", "fp8_e4m3")],
+)
+def test_quantized_output(dtype: torch.dtype, activation: str | None, out_format: str) -> None:
+    """Codes and amax have the bits that the reference quantizer makes of the float32 result."""
+    for shape in (TAILS, ODD, Shape("persistent", 5000, 3328, 104), Shape("few rows", 3, 256, 200)):
+        each_candidate(GemmCase(shape, "TN", dtype, bias_dtype=FP32, activation=activation, out_format=out_format))
+
+
+@on_gpu
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_amax_is_of_what_lies_inside(activation: str | None) -> None:
+    """Every element is 0; past the last row and column bias alone would be left."""
+    M, N = 130, 400
+    bias = torch.arange(1, N + 1, device="cuda").float()
+    a = torch.zeros(M, 64, dtype=BF16, device="cuda")
+    a[:, 0] = 1
+    b = torch.zeros(N, 64, dtype=BF16, device="cuda")
+    b[:, 0] = -bias
+    scale = torch.ones((), device="cuda")
+    p = replace(problem(M, N, 64, out=FP8[0]), activation=activation, out_scaling="tensor", bias_dtype=FP32)
+    bias = -b[:, 0].float()  # what bfloat16 holds
+    for config in candidates(p):
+        out = torch.full((M, p.out_columns), 1.0, device="cuda").to(FP8[0])
+        amax = torch.full((), float("nan"), device="cuda")
+        sm90_launch.run(p, config, GemmTensors(a, b, out, bias, out_scale=scale, out_amax=amax))
+        assert amax == 0 and (out.float() == 0).all(), str(config)
+
+
+@on_gpu
+@pytest.mark.parametrize("out_format", ["fp8_e4m3", "fp8_e5m2"])
+def test_quantized_output_saturates_and_keeps_nan(out_format: str) -> None:
+    M, N = 192, 256
+    generator = torch.Generator("cuda").manual_seed(2)
+    a = torch.randn(M, 64, device="cuda", generator=generator).to(BF16)
+    b = torch.randn(N, 64, device="cuda", generator=generator).to(BF16)
+    for special in (None, float("inf"), float("nan")):
+        if special is not None:
+            a[70, 3] = special
+        y = fw.gemm(a, b, out_dtype=FP32, backend="hopper")
+        for factor in (1e-6, 0.02, 3e4):
+            scale = torch.tensor(factor, device="cuda")
+            z = torch.full((M, N), 7.0, device="cuda").to(BF16)
+            got = fw.gemm(a, b, out_format=out_format, out_scale=scale, preactivation=z, backend="hopper")
+            assert torch.equal(z.view(torch.int16)[~z.isnan()], y.to(BF16).view(torch.int16)[~z.isnan()])
+            assert torch.equal(z.isnan(), y.isnan())
+            right = fw.quantize(y, out_format, scale=scale, backend="native")
+            assert torch.equal(got.data.view(torch.uint8), right.data.view(torch.uint8))
+            assert got.amax is not None and right.amax is not None
+            assert torch.equal(got.amax, right.amax) or (got.amax.isnan() and right.amax.isnan())
+
+
+@on_gpu
+def test_more_outputs_in_a_graph() -> None:
+    """amax starts anew with every replay; z of the second call of a kind goes the short way."""
+    a = torch.randn(300, 512, device="cuda").to(BF16)
+    b = torch.randn(512, 512, device="cuda").to(BF16)
+    out, z = torch.empty(300, 512, dtype=BF16, device="cuda"), torch.empty(300, 512, dtype=BF16, device="cuda")
+    scale = torch.tensor(0.5, device="cuda")
+    for _ in range(2):
+        fw.gemm(a, b, out=out, preactivation=z, activation="relu", backend="hopper")
+        codes = fw.gemm(a, b, out_format="fp8_e4m3", out_scale=scale, backend="hopper")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fw.gemm(a, b, out=out, preactivation=z, activation="relu", backend="hopper")
+        codes = fw.gemm(a, b, out_format="fp8_e4m3", out_scale=scale, backend="hopper")
+    for factor in (2.0, 0.25):
+        a.copy_(torch.randn(300, 512, device="cuda") * factor)
+        out.fill_(float("nan"))
+        z.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        bounds.assert_within(z, gemm_reference(a, b), bounds.gemm_bound(a, b, BF16))
+        assert torch.equal(out, z.relu())
+        y = fw.gemm(a, b, out_dtype=FP32, backend="hopper")
+        assert codes.amax == y.abs().max()
 
 
 def swapped_cases() -> list[tuple[int, int, int, int, int, str]]:
@@ -497,7 +887,7 @@ def test_fp8_products_of_a_linear_layer(M: int, name: str, fast: bool) -> None:
     ]
     for a, b, trans, a_direction, b_direction in products:
         if name == "fp8_1x128" and a_direction == "columnwise":
-            with pytest.raises(NotImplementedError, match="1x128x1x128"):
+            with pytest.raises(NotImplementedError, match="1x128 and 1x128"):
                 fw.gemm(quantized[a], quantized[b], **trans, backend="hopper")  # type: ignore[arg-type]
             continue
         out = fw.gemm(quantized[a], quantized[b], **trans, fast_accum=fast, backend="hopper")  # type: ignore[arg-type]

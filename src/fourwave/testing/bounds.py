@@ -15,15 +15,22 @@ U_ACTIVATION = 2.0**-20
 LIPSCHITZ = {None: 1.0, "relu": 1.0, "gelu": 1.13, "gelu_tanh": 1.13, "silu": 1.1}
 
 
-def hopper_fp8_u_acc(K: int, promote: bool) -> float:
+def hopper_fp8_u_acc(K: int, promote: bool, wide: bool = False) -> float:
     """`u_acc` for gemm_bound of a Hopper FP8 product.
 
-    The matrix unit adds 32 products at a time to a sum of which it keeps about 14 bits: K / 32 errors of 2^-13, or, where
-    every 128 k are summed in float32, 4 of them, whatever K. The products of one addition are cut off each on its own: two
-    more (seen on an H200: 1.7 errors at K = 15).
+    wide  products of one sum may differ so much that one is most of it, as those of codes chosen at random
+
+    The matrix unit adds 32 products at a time to a sum; of each of the 33 it drops what lies below 2^-13 of the largest one's
+    power of two (modelled so, the worst element of a case with random codes has the error that an H200 made). Products of
+    about one size: K / 32 errors of 2^-13, or, where every 128 k are summed in float32, 4 of them, whatever K, and two more
+    (seen: 1.7 errors at K = 15). Wide: 33 errors for each 32 k, uniform in [0, 2^-13] and of their products' random signs:
+    seven standard deviations of their sum.
     Source: DeepSeek-V3 technical report (arXiv 2412.19437), section 3.3.2.
     """
-    return min(K / 32 + 2, 5 if promote else math.inf) * 2.0**-13 / (K + 1) + U_FP32
+    errors = min(K / 32 + 2, 5 if promote else math.inf)
+    if wide:
+        errors = 7 * math.sqrt((min(K, 128) if promote else K) * 33 / 32 / 3)
+    return errors * 2.0**-13 / (K + 1) + U_FP32
 
 
 def gemm_bound(

@@ -88,9 +88,10 @@ class Codes:
         """Codes of 8 values, the first in the lowest bits: 2 Int32, e2m1: 1."""
         if self.bits == 4:
             return [self._pack_e2m1_halves(values) if self.halves else self._pack_e2m1(values)]
-        return [self._pack_fp8(values[:4]), self._pack_fp8(values[4:])]
+        return [self.pack4(values[:4]), self.pack4(values[4:])]
 
-    def _pack_fp8(self, values: list[Int32]) -> Int32:
+    def pack4(self, values: list[Int32]) -> Int32:
+        """8-bit codes of 4 values, the first in the lowest bits."""
         kind = "e4m3x2" if self.fmt.name == "e4m3fn" else "e5m2x2"
         convert = f"cvt.rn.satfinite.{kind}.f32"
         text = (

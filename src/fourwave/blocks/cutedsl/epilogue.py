@@ -1,21 +1,40 @@
-"""out = act(alpha * scale_a * scale_b * acc + bias) (+ out), in float32, rounded once (ties to even) when it is converted.
+"""z = alpha * scale_a * scale_b * acc + bias, out = act(z) (+ out), in float32, rounded once (ties to even) when it is converted.
 
 Each consumer warpgroup stores by itself: 64 rows x 128 bytes at a time go through one of its shared-memory buffers, and
 TMA writes them out, clipping what lies outside the matrix, while the next ones are computed. `accumulate` is TMA's
 reduction: memory adds the float32 that arrives, so no addend is read here. As PTX says of that addition, subnormals count
-as zeros.
+as zeros. z is stored likewise, where it is asked for. Of swiglu the left half of a tile's columns is the gate, the right
+one what it multiplies: a thread has both of each output in its registers. A quantized out has codes of out / out_scale, and
+each thread keeps the largest magnitude that it has seen.
 """
 
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Uint8, cute
+from cutlass._mlir.dialects import llvm
 from cutlass.cute.nvgpu import cpasync, warp, warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
 
+from fourwave.blocks.cutedsl import access, convert
 from fourwave.blocks.cutedsl.mma import WARPGROUP
 
 ROWS = 64
 ROW_BYTES = 128
+BUFFER_BYTES = ROWS * ROW_BYTES
+ABSOLUTE = 0x7FFFFFFF  # all bits of a float32 but the sign
+
+
+@dsl_user_op
+def _multiply_add(a: Float32, b: Float32, c: Float32, *, loc=None, ip=None) -> Float32:
+    """a * b + c, rounded once whatever stands around it: one call's z has the bits of another's with other outputs."""
+    operands = [Float32(each).ir_value(loc=loc, ip=ip) for each in (a, b, c)]
+    return Float32(
+        llvm.inline_asm(
+            Float32.mlir_type, operands, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", has_side_effects=False,
+            asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
 
 
 def _sigmoid_times(x, y):
@@ -39,11 +58,77 @@ def activate(x: cute.TensorSSA, activation: cutlass.Constexpr):
 
 
 @dataclass(frozen=True)
+class Output:
+    """A matrix on its way from registers to global memory: 64 rows x 128 bytes at a time, of 8-bit elements 64 bytes.
+
+    reduce  memory adds what arrives
+    """
+
+    dtype: type
+    reduce: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Of a piece, which takes one buffer."""
+        return min(64, ROW_BYTES * 8 // self.dtype.width)
+
+    @property
+    def per_buffer(self) -> int:
+        """Pieces that a buffer has room for."""
+        return ROW_BYTES * 8 // (self.columns * self.dtype.width)
+
+    @property
+    def values(self) -> int:
+        """Of one thread in a piece."""
+        return ROWS * self.columns // WARPGROUP
+
+    def smem_layout(self, buffers):
+        """[64, columns, piece], swizzled against bank conflicts as TMA undoes it; buffer i begins with piece i * per_buffer."""
+        kinds = warpgroup.SmemLayoutAtomKind
+        atom = warpgroup.make_smem_layout_atom(kinds.K_SW128 if self.per_buffer == 1 else kinds.K_SW64, self.dtype)
+        return cute.tile_to_shape(atom, (ROWS, self.columns, buffers * self.per_buffer), order=(0, 1, 2))
+
+    def matrix(self, pointer, M, N, row_stride):
+        row_stride = cute.assume(row_stride, divby=128 // self.dtype.width)
+        return cute.make_tensor(pointer, cute.make_layout((M, N), stride=(row_stride, 1)))
+
+    def halves(self, pointer, M, N, parts: int, row_stride, distance):
+        """[M, N, parts]: `parts` matrices beside each other, `distance` elements apart."""
+        divisor = 128 // self.dtype.width
+        stride = (cute.assume(row_stride, divby=divisor), 1, cute.assume(distance, divby=divisor))
+        return cute.make_tensor(pointer, cute.make_layout((M, N, parts), stride=stride))
+
+    def tma(self, matrix):
+        op = cpasync.CopyReduceBulkTensorTileS2GOp() if self.reduce else cpasync.CopyBulkTensorTileS2GOp()
+        piece = cute.slice_(self.smem_layout(1), (None, None, 0))
+        return cpasync.make_tiled_tma_atom(op, matrix, piece, (ROWS, self.columns))
+
+    def register_copy(self, mma):
+        """Registers to shared memory: stmatrix for two-byte elements, pairs of others."""
+        if self.dtype.width == 16:
+            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        else:
+            atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.dtype, num_bits_per_copy=2 * self.dtype.width)
+        # The thread layout is that of the accumulator, whatever the element size.
+        accumulator = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), cutlass.Float16)
+        return cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(accumulator, mma))
+
+    def partition(self, atom, coordinates, smem):
+        """(shared [copy, piece], global [copy, 64-row tile, column tile (, part)])."""
+        tiles = cute.local_tile(coordinates, (ROWS, self.columns), (None,) * cute.rank(coordinates))
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+
+@dataclass(frozen=True)
 class Epilogue:
     """What happens to the accumulator of a warpgroup; dtypes are CuTe DSL element types.
 
     buffers  shared-memory buffers of 64 rows x 128 bytes per warpgroup
     row_scaled, column_scaled  whether each row, each column of the accumulator has a float32 factor of its own
+    codes    of a quantized out, whose out_dtype is then Uint8, or None
+    z_dtype  of the z that is stored, or None
     """
 
     out_dtype: type
@@ -53,35 +138,43 @@ class Epilogue:
     buffers: int
     row_scaled: bool
     column_scaled: bool
+    codes: convert.Codes | None = None
+    z_dtype: type | None = None
+
+    @property
+    def out(self) -> Output:
+        return Output(self.out_dtype, self.accumulate)
+
+    @property
+    def z(self) -> Output | None:
+        return None if self.z_dtype is None else Output(self.z_dtype)
+
+    @property
+    def paired(self) -> bool:
+        return self.activation == "swiglu"
+
+    @property
+    def parts(self) -> int:
+        """Columns of the product for one of out."""
+        return 2 if self.paired else 1
 
     @property
     def columns(self) -> int:
-        """Columns of a buffer."""
-        return ROW_BYTES * 8 // self.out_dtype.width
+        """Of out that are computed at a time."""
+        return max(self.out.columns, 0 if self.z is None else self.z.columns)
 
-    def smem_layout(self, warpgroups):
-        """[64, columns, buffer], swizzled against bank conflicts as TMA undoes it."""
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.out_dtype)
-        return cute.tile_to_shape(atom, (ROWS, self.columns, warpgroups * self.buffers), order=(0, 1, 2))
-
-    def matrix(self, pointer, M, N, row_stride):
-        row_stride = cute.assume(row_stride, divby=128 // self.out_dtype.width)
-        return cute.make_tensor(pointer, cute.make_layout((M, N), stride=(row_stride, 1)))
-
-    def tma(self, matrix):
-        op = cpasync.CopyReduceBulkTensorTileS2GOp() if self.accumulate else cpasync.CopyBulkTensorTileS2GOp()
-        buffer = cute.slice_(self.smem_layout(1), (None, None, 0))
-        return cpasync.make_tiled_tma_atom(op, matrix, buffer, (ROWS, self.columns))
-
-    def _register_copy(self, mma):
-        """Registers to shared memory: stmatrix for two-byte elements, pairs of floats otherwise."""
-        if self.out_dtype.width == 16:
-            atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.out_dtype)
-        else:
-            atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.out_dtype, num_bits_per_copy=64)
-        # The thread layout is that of the accumulator, whatever the element size.
-        accumulator = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), cutlass.Float16)
-        return cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(accumulator, mma))
+    def smem(self, storage, warpgroups: int, consumer: Int32):
+        """A warpgroup's buffers out of those of all, as out's pieces and as z's (or None)."""
+        views = []
+        for output in (self.out, self.z):
+            if output is None:
+                views.append(None)
+                continue
+            layout = output.smem_layout(warpgroups * self.buffers)
+            whole = storage.get_tensor(layout.outer, swizzle=layout.inner, dtype=output.dtype)
+            own = ROWS, output.columns, self.buffers * output.per_buffer
+            views.append(cute.local_tile(whole, own, (0, 0, consumer)))
+        return tuple(views)
 
     @cute.jit
     def factors(
@@ -102,75 +195,176 @@ class Epilogue:
         return factors
 
     @cute.jit
-    def store(
-        self, acc: cute.Tensor, mma: cute.TiledMma, smem: cute.Tensor, atom: cute.CopyAtom, coordinates: cute.Tensor,
-        bias: cute.Pointer, scales: cute.Pointer, N: Int32, factors: cute.Tensor, m0: Int32, n0: Int32, thread: Int32,
-        consumer: Int32,
-    ):  # fmt: skip
-        """Store this warpgroup's accumulators, whose first element is row m0, column n0 of the output.
+    def _of_columns(self, bias: cute.Pointer, scales: cute.Pointer, first: Int32, N: Int32):
+        """(offsets, factors) of a thread's values in columns first, first + 1, first + 8, ...; None where there are none."""
+        count = ROWS * self.columns // WARPGROUP
+        offsets = cute.make_rmem_tensor(count, Float32) if self.bias_dtype is not None else None
+        factors = cute.make_rmem_tensor(count, Float32) if self.column_scaled else None
+        for v in cutlass.range_constexpr(0, count, 4):
+            for c in cutlass.range_constexpr(2):
+                # Past the end any value will do: TMA clips the column.
+                column = cutlass.min(first + 2 * v + c, N - 1)
+                if cutlass.const_expr(offsets is not None):
+                    value = Float32(bias[column])
+                    offsets[v + c] = value
+                    offsets[v + c + 2] = value
+                if cutlass.const_expr(factors is not None):
+                    scale = scales[column]
+                    factors[v + c] = scale
+                    factors[v + c + 2] = scale
+        return offsets, factors
 
-        acc     [mma values, 64-row blocks, 1]; a thread's values of a block, in order: for each 8 columns, columns
-                2 * (lane % 4) + {0, 1} of row lane / 4 and of row lane / 4 + 8 (PTX ISA, wgmma's D fragment)
-        scales  of the columns; factors: of the rows
-        smem    this warpgroup's buffers, [64, columns, buffer]
-        thread  in the warpgroup; consumer: its number, which names its barrier
+    @cute.jit
+    def _values(
+        self, acc: cute.Tensor, first: cutlass.Constexpr, block: cutlass.Constexpr, factors: cute.Tensor, of_columns
+    ):
+        """z of a thread's values acc[first ...], as a vector."""
+        offsets, column_factors = of_columns
+        values = cute.make_rmem_tensor(ROWS * self.columns // WARPGROUP, Float32)
+        for v in cutlass.range_constexpr(cute.size(values)):
+            value, factor = acc[first + v], factors[v // 2 % 2, block]
+            if cutlass.const_expr(column_factors is not None):
+                value, factor = value * factor, column_factors[v]
+            if cutlass.const_expr(offsets is not None):
+                values[v] = _multiply_add(value, factor, offsets[v])
+            else:
+                values[v] = value * factor
+        return values.load()
+
+    @cute.jit
+    def _quantize(
+        self, result: cute.TensorSSA, inverse: Int32, amax: cute.Tensor, columns: Int32, row: Int32, M: Int32
+    ):
+        """Codes of result / out_scale, in Uint8; amax[0] becomes what it was or a larger magnitude.
+
+        columns  from this thread's first one on to the end. row: its first one; it has row + 8 too
+        """
+        count = ROWS * self.columns // WARPGROUP
+        values = cute.make_rmem_tensor(count, Float32)
+        values.store(result)
+        bits = cute.recast_tensor(values, Int32)
+        largest = [Int32(0), Int32(0)]  # as integers, so NaN is larger than all
+        for v in cutlass.range_constexpr(0, count, 4):
+            for c in cutlass.range_constexpr(2):
+                mask = access.where_less(Int32(2 * v + c), columns, Int32(ABSOLUTE), Int32(0))
+                for half in cutlass.range_constexpr(2):
+                    largest[half] = cutlass.max(largest[half], bits[v + 2 * half + c] & mask)
+        for half in cutlass.range_constexpr(2):
+            amax[0] = cutlass.max(amax[0], access.where_less(row + 8 * half, M, largest[half], Int32(0)))
+        words = cute.make_rmem_tensor(count // 4, Int32)
+        for v in cutlass.range_constexpr(0, count, 4):
+            words[v // 4] = self.codes.pack4([convert.product(bits[v + i], inverse) for i in range(4)])
+        return cute.recast_tensor(words, Uint8)
+
+    @cute.jit
+    def _send(
+        self, output: cutlass.Constexpr, atom: cute.CopyAtom, copy: cute.TiledCopy, targets: cute.Tensor,
+        shared: cute.Tensor, target: cute.Tensor, values: cute.Tensor, first: cutlass.Constexpr,
+        buffer: cutlass.Constexpr, issuer, barrier: Int32,
+    ):  # fmt: skip
+        """Store values[first ...], a thread's share of a piece, to target [copy], through a buffer.
 
         A buffer is written once the store from it `buffers` steps ago has been read out. The thread that issued it
         waits for that, the barrier tells the others; a second barrier, after each thread's fence, gives the buffer to TMA.
         """
+        piece = buffer * output.per_buffer
+        source = cute.make_rmem_tensor(targets[(None, None, None, 0)].shape, output.dtype)
+        for v in cutlass.range_constexpr(output.values):
+            source[v] = values[first + v]
+        if issuer:
+            cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
+        cute.copy(copy, source, targets[(None, None, None, piece)])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
+        if issuer:
+            cute.copy(atom, shared[(None, piece)], target)
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def store(
+        self, acc: cute.Tensor, mma: cute.TiledMma, smem: tuple, atoms: tuple, coordinates: tuple,
+        bias: cute.Pointer, scales: cute.Pointer, M: Int32, N: Int32, factors: cute.Tensor, m0: Int32, n0: Int32,
+        thread: Int32, consumer: Int32, inverse, amax,
+    ):  # fmt: skip
+        """Store this warpgroup's accumulators, whose first element is row m0, column n0 of the output.
+
+        acc     [mma values, 64-row blocks, 1]; a thread's values of a block, in order: for each 8 columns, columns
+                2 * (lane % 4) + {0, 1} of row lane / 4 and of row lane / 4 + 8 (PTX ISA, wgmma's D fragment). Of swiglu
+                the second half of the columns belongs to column N / 2 + n0 of the product and those after it
+        scales  of the columns; factors: of the rows
+        smem, atoms, coordinates  of out, and of z or None; smem: this warpgroup's buffers (smem)
+        thread  in the warpgroup; consumer: its number, which names its barrier
+        inverse, amax  of a quantized out: 1 / out_scale, and the largest magnitude so far [1], both the bits of a float32
+        """
         issuer = cute.arch.make_warp_uniform(thread // 32) == 0
         barrier = 1 + consumer
-        per_buffer = ROWS * self.columns // WARPGROUP  # values of one thread
+        out, z = self.out, self.z
+        per_step = ROWS * self.columns // WARPGROUP  # values of one thread
         blocks = cute.size(acc, mode=[1])
         per_block = cute.size(acc) // blocks
-        tiled_copy = self._register_copy(mma)
-        targets = tiled_copy.get_slice(thread).partition_D(smem)
-        tiles = cute.local_tile(coordinates, (ROWS, self.columns), (None, None))
-        shared, glob = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
-        )
-        row_tile, column_tile = m0 // ROWS, n0 // self.columns
+        per_part = per_block // self.parts
+        out_copy = out.register_copy(mma)
+        out_targets = out_copy.get_slice(thread).partition_D(smem[0])
+        out_shared, out_global = out.partition(atoms[0], coordinates[0], smem[0])
+        if cutlass.const_expr(z is not None):
+            z_copy = z.register_copy(mma)
+            z_targets = z_copy.get_slice(thread).partition_D(smem[1])
+            z_shared, z_global = z.partition(atoms[1], coordinates[1], smem[1])
+            z_pieces = self.columns // z.columns
+        out_pieces = self.columns // out.columns
+        row_tile = m0 // ROWS
+        row = m0 + thread // 32 * 16 + thread % 32 // 4
         pair = n0 + 2 * (thread % 4)
-        for step in cutlass.range_constexpr(per_block // per_buffer):
-            offsets = cute.make_rmem_tensor(per_buffer, Float32)
-            columns = cute.make_rmem_tensor(per_buffer, Float32)
-            for v in cutlass.range_constexpr(0, per_buffer, 4):
-                for c in cutlass.range_constexpr(2):
-                    # Past the end any value will do: TMA clips the column.
-                    column = cutlass.min(pair + step * self.columns + 2 * v + c, N - 1)
-                    if cutlass.const_expr(self.bias_dtype is not None):
-                        value = Float32(bias[column])
-                        offsets[v + c] = value
-                        offsets[v + c + 2] = value
-                    if cutlass.const_expr(self.column_scaled):
-                        scale = scales[column]
-                        columns[v + c] = scale
-                        columns[v + c + 2] = scale
+        sent = 0
+        for step in cutlass.range_constexpr(per_part // per_step):
+            column = pair + step * self.columns
+            of_columns = None
+            if cutlass.const_expr(not self.paired):
+                of_columns = self._of_columns(bias, scales, column, N)
             for block in cutlass.range_constexpr(blocks):
-                values = cute.make_rmem_tensor(per_buffer, Float32)
-                for v in cutlass.range_constexpr(per_buffer):
-                    values[v] = acc[block * per_block + step * per_buffer + v] * factors[v // 2 % 2, block]
-                result = values.load()
-                if cutlass.const_expr(self.column_scaled):
-                    result = result * columns.load()
-                if cutlass.const_expr(self.bias_dtype is not None):
-                    result = result + offsets.load()
-                result = activate(result, self.activation)
-                buffer = (step * blocks + block) % self.buffers
-                source = cute.make_rmem_tensor(targets[(None, None, None, 0)].shape, self.out_dtype)
-                converted = cute.make_rmem_tensor(per_buffer, self.out_dtype)
-                converted.store(result.to(self.out_dtype))
-                for v in cutlass.range_constexpr(per_buffer):
-                    source[v] = converted[v]
-                if issuer:
-                    cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
-                cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-                cute.copy(tiled_copy, source, targets[(None, None, None, buffer)])
-                cute.arch.fence_proxy("async.shared", space="cta")
-                cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-                if issuer:
-                    cute.copy(atom, shared[(None, buffer)], glob[(None, row_tile + block, column_tile + step)])
-                    cute.arch.cp_async_bulk_commit_group()
+                vectors = ()
+                for part in cutlass.range_constexpr(self.parts):
+                    first = block * per_block + part * per_part + step * per_step
+                    if cutlass.const_expr(self.paired):
+                        # For each block anew: both halves' take more registers than there are.
+                        of_columns = self._of_columns(bias, scales, part * (N // 2) + column, N)
+                    vector = self._values(acc, first, block, factors, of_columns)
+                    vectors = (*vectors, vector)
+                    if cutlass.const_expr(z is not None):
+                        converted = cute.make_rmem_tensor(per_step, z.dtype)
+                        converted.store(vector.to(z.dtype))
+                        for piece in cutlass.range_constexpr(z_pieces):
+                            tile = n0 // z.columns + step * z_pieces + piece
+                            self._send(
+                                z, atoms[1], z_copy, z_targets, z_shared, z_global[(None, row_tile + block, tile, part)],
+                                converted, piece * z.values, sent % self.buffers, issuer, barrier,
+                            )  # fmt: skip
+                            sent += 1
+                if cutlass.const_expr(self.paired):
+                    result = activate(vectors[0], "silu") * vectors[1]
+                else:
+                    result = activate(vectors[0], self.activation)
+                if cutlass.const_expr(self.codes is not None):
+                    converted = self._quantize(result, inverse, amax, N // self.parts - column, row + block * ROWS, M)
+                else:
+                    converted = cute.make_rmem_tensor(per_step, out.dtype)
+                    converted.store(result.to(out.dtype))
+                for piece in cutlass.range_constexpr(out_pieces):
+                    tile = n0 // out.columns + step * out_pieces + piece
+                    self._send(
+                        out, atoms[0], out_copy, out_targets, out_shared, out_global[(None, row_tile + block, tile)],
+                        converted, piece * out.values, sent % self.buffers, issuer, barrier,
+                    )  # fmt: skip
+                    sent += 1
+
+    @cute.jit
+    def finish_amax(self, target: cute.Pointer, amax: cute.Tensor, thread: Int32):
+        """*target = max(*target, the largest of this warp), NaN where there was one."""
+        largest = access.where_less(Int32(convert.INFINITY), amax[0], Int32(convert.NAN), amax[0])
+        for distance in (16, 8, 4, 2, 1):
+            largest = cutlass.max(largest, access.from_lane(largest, distance))
+        access.largest_into(target.toint(), largest, thread % 32, Int32(1))
 
     @cute.jit
     def drain(self, thread: Int32):

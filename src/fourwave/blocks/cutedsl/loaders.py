@@ -18,6 +18,7 @@ class TmaLoader:
     num_stages   shared-memory buffers
     multicast    CTAs of the cluster that need the same tile; each loads its share and sends it to all
     read_extent  what wgmma reads of a tile, where that is more (K contiguous): the rest is whatever lies there
+    parts        places of the matrix that a tile is put together from, equal parts of its extent: each its own TMA box
 
     What lies outside the matrix arrives as zeros, so tails need nothing more.
     """
@@ -29,6 +30,7 @@ class TmaLoader:
     num_stages: int
     multicast: int
     read_extent: int = 0
+    parts: int = 1
 
     @property
     def major(self):
@@ -79,12 +81,20 @@ class TmaLoader:
     def tma(self, matrix):
         """(copy atom, coordinate tensor) for this matrix; called on the host side of the kernel."""
         op = cpasync.CopyBulkTensorTileG2SOp() if self.multicast == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
+        box = self.extent // self.parts, self.tile_k
         stage = self.stage_layout()
-        return cpasync.make_tiled_tma_atom(op, matrix, stage, (self.extent, self.tile_k), num_multicast=self.multicast)
+        if self.parts > 1:
+            stage = cute.tile_to_shape(self._atom(), box, order=(0, 1) if self.k_contiguous else (1, 0))
+        return cpasync.make_tiled_tma_atom(op, matrix, stage, box, num_multicast=self.multicast)
+
+    def partition_part(self, atom, coordinates, smem, rank, part: int, first):
+        """As partition, of the part that begins at `first` of the matrix; tiles are numbered in its extent."""
+        own = cute.local_tile(smem, (self.extent // self.parts, self.tile_k, self.num_stages), (part, 0, 0))
+        return self.partition(atom, cute.domain_offset((first, 0), coordinates), own, rank)
 
     def partition(self, atom, coordinates, smem, rank):
         """(shared [copy, stage], global [copy, tile, k_tile]) of this CTA; rank: its number among the multicast CTAs."""
-        tiles = cute.local_tile(coordinates, (self.extent, self.tile_k), (None, None))
+        tiles = cute.local_tile(coordinates, (self.extent // self.parts, self.tile_k), (None, None))
         return cpasync.tma_partition(
             atom, rank, cute.make_layout(self.multicast), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
         )

@@ -20,19 +20,28 @@ def tiled_mma(loader_a, loader_b, tile_n):
 
 
 @cute.jit
-def multiply(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, stage, first: cutlass.Constexpr):
+def multiply(
+    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, stage, first: cutlass.Constexpr, sums: tuple = ()
+):  # fmt: skip
     """Issue acc (+)= a @ b over the k steps of one stage, as one group; `first` overwrites acc.
 
     a, b  descriptors [mma, 64-row blocks, k steps, stage]
+    sums  empty, or (mma, acc, a, b) of a product with the same a and a b of one stage, which is issued beside it
     """
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
         mma.set(warpgroup.Field.ACCUMULATE, not (first and k == 0))
         cute.gemm(mma, acc, a[(None, None, k, stage)], b[(None, None, k, stage)], acc)
+        if cutlass.const_expr(len(sums) > 0):
+            other, total, rows, ones = sums
+            other.set(warpgroup.Field.ACCUMULATE, not (first and k == 0))
+            cute.gemm(other, total, rows[(None, None, k, stage)], ones[(None, None, k, 0)], total)
     warpgroup.commit_group()
 
 
 @cute.jit
-def accumulate(pipe, read, release, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, k_tiles):
+def accumulate(
+    pipe, read, release, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, k_tiles, sums: tuple = ()
+):  # fmt: skip
     """Start acc = a @ b over k_tiles >= 1 stages of the pipeline; returns the two pipeline states. `finish` ends it.
 
     One stage's wgmmas are in flight while the next one's are issued, so a stage is released one step late: `release`
@@ -40,11 +49,11 @@ def accumulate(pipe, read, release, mma: cute.TiledMma, acc: cute.Tensor, a: cut
     """
     warpgroup.fence()
     pipe.consumer_wait(read)
-    multiply(mma, acc, a, b, read.index, True)
+    multiply(mma, acc, a, b, read.index, True, sums)
     read.advance()
     for _ in cutlass.range(1, k_tiles, unroll=1):
         pipe.consumer_wait(read)
-        multiply(mma, acc, a, b, read.index, False)
+        multiply(mma, acc, a, b, read.index, False, sums)
         warpgroup.wait_group(1)
         pipe.consumer_release(release)
         release.advance()

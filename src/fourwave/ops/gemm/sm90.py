@@ -1,4 +1,4 @@
-"""GEMM for Hopper: out[M, N] = act(alpha * scale_a[m] * scale_b[n] * sum_k a[m, k] * b[n, k] + bias[n]) (+ out).
+"""GEMM for Hopper: z[M, N] = alpha * scale_a[m] * scale_b[n] * sum_k a[m, k] * b[n, k] + bias[n], out = act(z) (+ out).
 
 a, b    bfloat16 or float16, each with either dimension contiguous; or float8_e4m3fn and float8_e5m2 in any pair, K
         contiguous (wgmma reads 8-bit operands no other way). Accumulated in float32; of FP8 the matrix unit keeps about
@@ -6,7 +6,12 @@ a, b    bfloat16 or float16, each with either dimension contiguous; or float8_e4
 scale_* float32 in device memory: one, or one per row of a and of b; or absent; or, of FP8 with `promote`, one of a for each
         128 k of a row and one of b for 128 n x 128 k, which multiply what each stage adds. Those have rows that start at
         multiples of 16 bytes
-out     float32, bfloat16 or float16, N contiguous
+out     float32, bfloat16 or float16, N contiguous; or codes of out / out_scale in float8_e4m3fn or float8_e5m2, with the
+        largest |out| in out_amax (blocks.cutedsl.epilogue). [M, N / 2] with swiglu, whose tiles have half their columns from
+        either half of b: two TMA boxes
+z       where asked for: float32, bfloat16 or float16, N contiguous
+bias_grad [M]  where asked for, the sum of a over K: the product of a and a column of ones that lies in shared memory, in the
+        tiles of the first columns
 
 A CTA has one producer warpgroup, of which one thread works, and `consumers` consumer warpgroups. CTAs are persistent:
 cluster c computes tiles c, c + clusters, ... of the walk in blocks.cutedsl.schedule.
@@ -27,6 +32,7 @@ Named barriers
   TURN + i  pingpong: consumer i waits here for its turn at the stages; the other arrives when it has waited for the last
             stage of its tile, and consumer 1 once at the start. Without it consumer i would wait for a stage more than
             one phase ahead, and a wait that only knows the parity would return at once.
+  ONES      all threads of the consumers, once: the ones are written.
   TURN      promotion with two consumers: the second waits here for the first one's first sums of a tile (blocks.cutedsl.mma).
 
 Multicast: the CTAs of a cluster that share a row of tiles load A together, those that share a column B.
@@ -42,18 +48,21 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
+from fourwave.blocks.cutedsl import convert
 from fourwave.blocks.cutedsl import mma as mma_block
-from fourwave.blocks.cutedsl.epilogue import Epilogue
+from fourwave.blocks.cutedsl.epilogue import BUFFER_BYTES, Epilogue
 from fourwave.blocks.cutedsl.loaders import SCALE_BLOCK, SCALE_STEPS, ScaleLoader, TmaLoader
 from fourwave.blocks.cutedsl.mma import WARPGROUP
 from fourwave.blocks.cutedsl.schedule import tile_of
 from fourwave.ops.gemm.sm90_config import scale_slots
 
 TURN = 4  # named barriers of the pingpong order; those below belong to the epilogues
+ONES = 6  # named barrier
+ONES_COLUMNS = 8  # wgmma's least
 SMEM_ALIGN = 1024  # bytes: eight rows of 128, the period of the swizzle
 # Registers per thread after setmaxnreg; the kernel starts with 65536 / threads, rounded down to a multiple of 8.
 REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}  # consumers: (producer, consumer)
@@ -96,9 +105,13 @@ class Gemm:
 
     def __init__(
         self, geo: Geometry, loader_a: TmaLoader, loader_b: TmaLoader, epilogue: Epilogue, a_scaling: str | None,
-        b_scaling: str | None, promote: bool, overlap: bool,
+        b_scaling: str | None, promote: bool, overlap: bool, bias_grad_dtype: type | None = None,
     ):  # fmt: skip
-        """*_scaling: None, "tensor" (one scale) or "row"; or "1x128" of a with "128x128" of b, and `promote`."""
+        """*_scaling: None, "tensor" (one scale) or "row"; or "1x128" of a with "128x128" of b, and `promote`.
+
+        bias_grad_dtype: of the sums of a, or None. They are added to what is there where out is.
+        """
+        self.bias_grad_dtype = bias_grad_dtype
         self.geo, self.loader_a, self.loader_b, self.epilogue = geo, loader_a, loader_b, epilogue
         self.a_scaling, self.b_scaling, self.promote, self.overlap = a_scaling, b_scaling, promote, overlap
 
@@ -111,6 +124,28 @@ class Gemm:
     def scaled(self) -> bool:
         """By blocks."""
         return self.a_scaling == "1x128"
+
+    @property
+    def out_tile_n(self) -> int:
+        """Columns of out that a tile makes."""
+        return self.geo.tile_n // self.epilogue.parts
+
+    def second_half(self, N: Int32) -> Int32:
+        """Where that of b begins: a TMA box begins at a multiple of 16 bytes along the contiguous dimension, or the instruction
+        is illegal. The launcher moves b's second half there."""
+        chunk = 128 // self.loader_b.dtype.width
+        return N // 2 if self.loader_b.k_contiguous else (N // 2 + chunk - 1) // chunk * chunk
+
+    @property
+    def ones(self) -> TmaLoader:
+        """An operand like b's; nothing loads it."""
+        return TmaLoader(self.loader_a.dtype, ONES_COLUMNS, self.loader_a.tile_k, True, 1, 1)
+
+    def mma(self):
+        return mma_block.tiled_mma(self.loader_a, self.loader_b, self.geo.tile_n // self.parts)
+
+    def column_mma(self):
+        return mma_block.tiled_mma(self.loader_a, self.ones, ONES_COLUMNS)
 
     @property
     def stagger(self) -> bool:
@@ -132,10 +167,31 @@ class Gemm:
     ):  # fmt: skip
         """a, b, out: bases; *_stride: elements between stored rows; bias, scale_*: not read where absent;
         group: width of a band of clusters, see tile_of."""
+        self.start(
+            a, b, out, bias, scale_a, scale_b, M, N, K, a_stride, b_stride, out_stride, alpha, num_clusters, group, stream,
+            None, None, None, None, None, None,
+        )  # fmt: skip
+
+    @cute.jit
+    def start(
+        self, a: cute.Pointer, b: cute.Pointer, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer,
+        scale_b: cute.Pointer, M: Int32, N: Int32, K: Int32,
+        a_stride: Int64, b_stride: Int64, out_stride: Int64, alpha: Float32, num_clusters: Int32, group: Int32,
+        stream: cuda.CUstream, z, bias_grad, out_scale, out_amax, z_stride, z_distance,
+    ):  # fmt: skip
         geo = self.geo
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
-        tma_b, coordinates_b = self.loader_b.tma(self.loader_b.matrix(b, N, K, b_stride))
-        tma_out, coordinates_out = self.epilogue.tma(self.epilogue.matrix(out, M, N, out_stride))
+        extent_b = N
+        if cutlass.const_expr(self.epilogue.paired):
+            extent_b = self.second_half(N) + N // 2
+        tma_b, coordinates_b = self.loader_b.tma(self.loader_b.matrix(b, extent_b, K, b_stride))
+        parts = self.epilogue.parts
+        output = self.epilogue.out
+        tma_out, coordinates_out = output.tma(output.matrix(out, M, N // parts, out_stride))
+        tma_z = coordinates_z = None
+        if cutlass.const_expr(self.epilogue.z is not None):
+            output = self.epilogue.z
+            tma_z, coordinates_z = output.tma(output.halves(z, M, N // parts, parts, z_stride, z_distance))
         scale_tma = (None, None, None, None)
         if cutlass.const_expr(self.scaled):
             loader_sa, loader_sb = self.scale_loaders
@@ -147,7 +203,7 @@ class Gemm:
             )
         self.kernel(
             tma_a, coordinates_a, tma_b, coordinates_b, tma_out, coordinates_out, *scale_tma, bias, scale_a, scale_b,
-            M, N, K, alpha, group,
+            M, N, K, alpha, group, tma_z, coordinates_z, bias_grad, out_scale, out_amax,
         ).launch(
             grid=(num_clusters * geo.cluster_m * geo.cluster_n, 1, 1),
             block=(geo.threads, 1, 1),
@@ -162,7 +218,7 @@ class Gemm:
         self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
         tma_out: cute.CopyAtom, coordinates_out: cute.Tensor, tma_sa, coordinates_sa, tma_sb, coordinates_sb,
         bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, M: Int32, N: Int32, K: Int32, alpha: Float32,
-        group: Int32,
+        group: Int32, tma_z, coordinates_z, bias_grad, out_scale, out_amax,
     ):  # fmt: skip
         geo, loader_a, loader_b, epilogue = self.geo, self.loader_a, self.loader_b, self.epilogue
         thread = cute.arch.thread_idx()[0]
@@ -174,10 +230,13 @@ class Gemm:
             cpasync.prefetch_descriptor(tma_a)
             cpasync.prefetch_descriptor(tma_b)
             cpasync.prefetch_descriptor(tma_out)
+            if cutlass.const_expr(epilogue.z is not None):
+                cpasync.prefetch_descriptor(tma_z)
 
         # Prologue: barriers, buffers, this CTA's place in its cluster and the cluster's in the walk.
         layout_a, layout_b = loader_a.smem_layout(), loader_b.smem_layout()
-        layout_out = epilogue.smem_layout(geo.consumers)
+        layout_ones = self.ones.smem_layout()
+        sums = self.bias_grad_dtype is not None
         loader_sa, loader_sb = self.scale_loaders
 
         @cute.struct
@@ -185,14 +244,18 @@ class Gemm:
             barriers: cute.struct.MemRange[Int64, 2 * geo.num_stages]
             a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
             b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, cute.cosize(layout_b)], SMEM_ALIGN]
-            out: cute.struct.Align[cute.struct.MemRange[epilogue.out_dtype, cute.cosize(layout_out)], SMEM_ALIGN]
+            out: cute.struct.Align[
+                cute.struct.MemRange[Uint8, geo.consumers * epilogue.buffers * BUFFER_BYTES], SMEM_ALIGN
+            ]
+            ones: cute.struct.Align[
+                cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_ones) if sums else 0], SMEM_ALIGN
+            ]
             scales_a: cute.struct.Align[cute.struct.MemRange[Float32, loader_sa.elements if self.scaled else 0], 128]
             scales_b: cute.struct.Align[cute.struct.MemRange[Float32, loader_sb.elements if self.scaled else 0], 128]
 
         storage = SmemAllocator().allocate(Storage)
         smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
-        smem_out = storage.out.get_tensor(layout_out.outer, swizzle=layout_out.inner)
 
         scales_a = scales_b = None
         if cutlass.const_expr(self.scaled):
@@ -220,7 +283,7 @@ class Gemm:
             slots = loader_sa.slots
         tile_slots = cute.ceil_div(k_tiles, SCALE_STEPS)
         tiles_m = cute.ceil_div(M, geo.tile_m * geo.cluster_m)  # of clusters
-        tiles_n = cute.ceil_div(N, geo.tile_n * geo.cluster_n)
+        tiles_n = cute.ceil_div(N // epilogue.parts, self.out_tile_n * geo.cluster_n)
         num_tiles = tiles_m * tiles_n
         num_clusters = cute.arch.grid_dim()[0] // (geo.cluster_m * geo.cluster_n)
         first_tile = cute.arch.block_idx()[0] // (geo.cluster_m * geo.cluster_n)
@@ -235,7 +298,13 @@ class Gemm:
             cute.arch.setmaxregister_decrease(producer_registers)
             if warp == 0:
                 shared_a, global_a = loader_a.partition(tma_a, coordinates_a, smem_a, place[1])
-                shared_b, global_b = loader_b.partition(tma_b, coordinates_b, smem_b, place[0])
+                if cutlass.const_expr(epilogue.paired):
+                    shared_b, global_b = loader_b.partition_part(tma_b, coordinates_b, smem_b, place[0], 0, Int32(0))
+                    shared_b2, global_b2 = loader_b.partition_part(
+                        tma_b, coordinates_b, smem_b, place[0], 1, self.second_half(N)
+                    )
+                else:
+                    shared_b, global_b = loader_b.partition(tma_b, coordinates_b, smem_b, place[0])
                 mask_a = mask_b = None
                 if cutlass.const_expr(geo.cluster_n > 1):
                     mask_a = cute.make_layout_image_mask(cluster, place, mode=1)
@@ -277,6 +346,11 @@ class Gemm:
                             tma_b, global_b[(None, n_tile, k_tile)], shared_b[(None, write.index)],
                             tma_bar_ptr=full, mcast_mask=mask_b,
                         )  # fmt: skip
+                        if cutlass.const_expr(epilogue.paired):
+                            cute.copy(
+                                tma_b, global_b2[(None, n_tile, k_tile)], shared_b2[(None, write.index)],
+                                tma_bar_ptr=full, mcast_mask=mask_b,
+                            )  # fmt: skip
                         write.advance()
                     tile += num_clusters
                     slot = (slot + tile_slots) % slots
@@ -286,7 +360,7 @@ class Gemm:
             # Consumers.
             cute.arch.setmaxregister_increase(consumer_registers)
             consumer = warpgroup_index - 1
-            mma = mma_block.tiled_mma(loader_a, loader_b, geo.tile_n // self.parts)
+            mma = self.mma()
             slice_ = mma.get_slice(0)
             row_block = Int32(0)
             if cutlass.const_expr(not geo.pingpong):
@@ -311,9 +385,23 @@ class Gemm:
                 alpha = alpha * scale_a[0]
             if cutlass.const_expr(self.b_scaling == "tensor"):
                 alpha = alpha * scale_b[0]
-            own_out = cute.local_tile(
-                smem_out, (smem_out.shape[0], smem_out.shape[1], epilogue.buffers), (0, 0, consumer)
-            )
+            own_out = epilogue.smem(storage.out, geo.consumers, consumer)
+            inverse = amax = None
+            if cutlass.const_expr(epilogue.codes is not None):
+                inverse = convert.reciprocal(out_scale[0])
+                amax = cute.make_rmem_tensor(1, Int32)
+                amax[0] = Int32(0)
+            row_sums = ()
+            if cutlass.const_expr(sums):
+                self.write_ones(storage.ones.get_tensor(cute.make_layout(cute.cosize(layout_ones))), thread, consumer)
+                column = self.column_mma()
+                column_slice = column.get_slice(0)
+                smem_ones = storage.ones.get_tensor(layout_ones.outer, swizzle=layout_ones.inner)
+                totals = cute.make_rmem_tensor(column.partition_shape_C((geo.warpgroup_m, ONES_COLUMNS)), Float32)
+                row_sums = (
+                    totals, column.make_fragment_A(column_slice.partition_A(own_a)),
+                    column.make_fragment_B(column_slice.partition_B(smem_ones)),
+                )  # fmt: skip
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, geo.num_stages)
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, geo.num_stages)
             tile = first_tile
@@ -342,16 +430,77 @@ class Gemm:
                 else:
                     if cutlass.const_expr(geo.pingpong):
                         cute.arch.barrier(barrier_id=TURN + consumer, number_of_threads=2 * WARPGROUP)
-                    read, release = mma_block.accumulate(pipe, read, release, mma, acc, operand_a, operand_b, k_tiles)
+                    if cutlass.const_expr(sums):
+                        # Instructions of each branch's own: what `multiply` sets in one is not there in the other.
+                        if n_tile == 0:
+                            read, release = mma_block.accumulate(
+                                pipe, read, release, self.mma(), acc, operand_a, operand_b, k_tiles,
+                                (self.column_mma(), *row_sums),
+                            )  # fmt: skip
+                        else:
+                            read, release = mma_block.accumulate(
+                                pipe, read, release, self.mma(), acc, operand_a, operand_b, k_tiles
+                            )
+                    else:
+                        read, release = mma_block.accumulate(
+                            pipe, read, release, mma, acc, operand_a, operand_b, k_tiles
+                        )
                     if cutlass.const_expr(geo.pingpong):
                         cute.arch.barrier_arrive(barrier_id=TURN + 1 - consumer, number_of_threads=2 * WARPGROUP)
                     release = mma_block.finish(pipe, release)
+                if cutlass.const_expr(sums):
+                    if n_tile == 0:
+                        self.store_sums(totals, bias_grad, m0, M, thread % WARPGROUP)
                 epilogue.store(
-                    acc, mma, own_out, tma_out, coordinates_out, bias, scale_b, N, factors, m0, n_tile * geo.tile_n,
-                    thread % WARPGROUP, consumer,
+                    acc, mma, own_out, (tma_out, tma_z), (coordinates_out, coordinates_z), bias, scale_b, M, N, factors, m0,
+                    n_tile * self.out_tile_n, thread % WARPGROUP, consumer, inverse, amax,
                 )  # fmt: skip
                 if cutlass.const_expr(geo.pingpong):
                     read.advance((geo.consumers - 1) * k_tiles)
                     release.advance((geo.consumers - 1) * k_tiles)
                 tile += stride
+            if cutlass.const_expr(epilogue.codes is not None):
+                epilogue.finish_amax(out_amax, amax, thread)
             epilogue.drain(thread % WARPGROUP)
+
+    @cute.jit
+    def write_ones(self, ones: cute.Tensor, thread: Int32, consumer: Int32):
+        """ones: all elements; those that swizzling would exchange are alike."""
+        if consumer == 0:
+            for i in cutlass.range_constexpr(cute.size(ones) // WARPGROUP):
+                ones[thread % WARPGROUP + i * WARPGROUP] = self.loader_a.dtype(1.0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.barrier(barrier_id=ONES, number_of_threads=self.geo.consumers * WARPGROUP)
+
+    @cute.jit
+    def store_sums(self, totals: cute.Tensor, target: cute.Pointer, m0: Int32, M: Int32, thread: Int32):
+        """totals: of this warpgroup's rows, from m0 on, all columns alike; the first lane of each row's four stores it."""
+        row = m0 + thread // 32 * 16 + thread % 32 // 4
+        blocks = cute.size(totals, mode=[1])
+        per_block = cute.size(totals) // blocks
+        for block in cutlass.range_constexpr(blocks):
+            for half in cutlass.range_constexpr(2):
+                m = row + block * 64 + 8 * half
+                if thread % 4 == 0 and m < M:
+                    value = totals[block * per_block + 2 * half]
+                    if cutlass.const_expr(self.epilogue.accumulate):
+                        value = value + Float32(target[m])
+                    target[m] = self.bias_grad_dtype(value)
+
+
+class GemmWithOutputs(Gemm):
+    """A Gemm that writes more than out, or quantizes it."""
+
+    @cute.jit
+    def __call__(
+        self, a: cute.Pointer, b: cute.Pointer, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer,
+        scale_b: cute.Pointer, M: Int32, N: Int32, K: Int32,
+        a_stride: Int64, b_stride: Int64, out_stride: Int64, alpha: Float32, num_clusters: Int32, group: Int32,
+        z: cute.Pointer, bias_grad: cute.Pointer, out_scale: cute.Pointer, out_amax: cute.Pointer, z_stride: Int64,
+        z_distance: Int64, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """As Gemm.__call__; z_distance: elements between the halves of z (swiglu); out_scale: its bits."""
+        self.start(
+            a, b, out, bias, scale_a, scale_b, M, N, K, a_stride, b_stride, out_stride, alpha, num_clusters, group, stream,
+            z, bias_grad, out_scale, out_amax, z_stride, z_distance,
+        )  # fmt: skip

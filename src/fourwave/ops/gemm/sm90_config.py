@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fourwave.ops.gemm.problem import SWIGLU
+
 if TYPE_CHECKING:
     from fourwave.ops.gemm.problem import GemmProblem
 
@@ -30,9 +32,10 @@ MAX_STRIDE_BYTES = 2**40  # of a tensor map
 DTYPES = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu")
+ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu", SWIGLU)
 _SCALINGS = (None, "tensor", "row")
-_FEATURES = frozenset([*(f"scaling:{a}x{b}" for a in _SCALINGS for b in _SCALINGS), "scaling:1x128x128x128"])
+_MORE = ("swiglu", "preactivation", "bias_grad", "out:tensor")  # of the kernel in sm90.py, not of sm90_swapped.py
+_FEATURES = frozenset([*(f"scaling:{a}x{b}" for a in _SCALINGS for b in _SCALINGS), "scaling:1x128x128x128", *_MORE])
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,27 @@ class HopperConfig:
         return (self.split if self.schedule == "swapped" else self.cluster_m) * self.cluster_n
 
 
-def store_columns(out_dtype: torch.dtype) -> int:
-    return SWIZZLE_BYTES // out_dtype.itemsize
+def store_columns(dtype: torch.dtype) -> int:
+    """Of an output, that go through one buffer."""
+    return min(64, SWIZZLE_BYTES // dtype.itemsize)
+
+
+def out_tile_n(problem: GemmProblem, config: HopperConfig) -> int:
+    """Columns of out that a tile makes: swiglu makes one of two."""
+    return config.tile_n * problem.out_columns // problem.N
+
+
+def stores(problem: GemmProblem, config: HopperConfig) -> int:
+    """Buffers that a warpgroup fills per tile, of out and of the preactivation."""
+    count = out_tile_n(problem, config) // store_columns(problem.out_dtype)
+    if problem.preactivation_dtype is not None:
+        count += config.tile_n // store_columns(problem.preactivation_dtype)
+    return config.warpgroup_m // STORE_ROWS * count
+
+
+def more_outputs(problem: GemmProblem) -> bool:
+    """Whether the kernel has arguments for z, the bias gradient, and the scale and amax of a quantized out."""
+    return not (problem.preactivation_dtype is problem.bias_grad_dtype is problem.out_scaling is None)
 
 
 def scale_slots(num_stages: int) -> int:
@@ -104,12 +126,14 @@ def scale_slots(num_stages: int) -> int:
     return slots
 
 
-def smem_bytes(config: HopperConfig, elem_bytes: int, block_scaled: bool = False) -> int:
+def smem_bytes(config: HopperConfig, elem_bytes: int, block_scaled: bool = False, sums: bool = False) -> int:
+    """sums: with a bias gradient, whose column of ones is a tile of 8 rows."""
     stage = (config.tile_m + config.tile_n) * config.tile_k * elem_bytes
     scales = 0
     if block_scaled:  # of a's rows, and of each of b's blocks in 128 bytes
         scales = scale_slots(config.num_stages) * (4 * SCALE_STEPS * config.tile_m + 128 * -(-config.tile_n // 128))
-    return config.num_stages * stage + config.consumers * config.store_stages * STORE_BYTES + scales + BARRIER_BYTES
+    stores = config.consumers * config.store_stages * STORE_BYTES + (8 * SWIZZLE_BYTES if sums else 0)
+    return config.num_stages * stage + stores + scales + BARRIER_BYTES
 
 
 def promotes(problem: GemmProblem) -> bool:
@@ -134,8 +158,13 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
             f"operands are {problem.a_dtype} and {problem.b_dtype}: the kernel takes bfloat16 or float16, one for both, "
             "or float8_e4m3fn and float8_e5m2"
         )
-    if problem.out_dtype not in OUTPUTS:
+    if problem.out_scaling is not None:
+        if problem.out_dtype not in FP8:
+            return f"out is {problem.out_dtype}: the kernel quantizes to float8_e4m3fn and float8_e5m2"
+    elif problem.out_dtype not in OUTPUTS:
         return f"out is {problem.out_dtype}: the kernel writes float32, bfloat16 and float16"
+    if problem.activation == SWIGLU and problem.a_scaling == "1x128":
+        return "swiglu with scales 1x128 and 128x128: the halves of b may divide a block of its scales between them"
     if problem.bias_dtype is not None and problem.bias_dtype not in OUTPUTS:
         return f"bias is {problem.bias_dtype}: the kernel reads float32, bfloat16 and float16"
     if problem.activation not in ACTIVATIONS:
@@ -171,6 +200,7 @@ def why_not_automatic(problem: GemmProblem) -> str | None:
     else:
         measured = False
     plain = problem.bias_dtype is None and problem.activation is None and not problem.accumulate
+    plain = plain and not more_outputs(problem)
     if not (measured and plain and problem.out_dtype == torch.bfloat16):
         return "not among what was measured to be as fast as cuBLAS (docs/hopper.md); it runs when asked for"
     lengths = {
@@ -235,18 +265,28 @@ def _why_config_unsupported(problem: GemmProblem, config: HopperConfig) -> str |
         return f"cluster {config.cluster_m}x{config.cluster_n}: each CTA loads its share of a tile in slices of 64 rows"
     if config.along not in ("m", "n"):
         return f"bands along {config.along!r}: along m or n"
-    buffers = config.warpgroup_m // STORE_ROWS * (config.tile_n // store_columns(problem.out_dtype))
+    if problem.activation == SWIGLU:
+        if config.tile_n % 128:
+            return f"tile_n={config.tile_n} with swiglu: each half of a tile's columns is stored in pieces of 64, so 128 must divide it"
+        if config.tile_n // 128 % config.cluster_m:
+            return (
+                f"cluster {config.cluster_m}x{config.cluster_n} with swiglu: each CTA loads its share of either half of "
+                f"{config.tile_n} columns in slices of 64"
+            )
+    buffers = stores(problem, config)
     if buffers % config.store_stages:
         return (
             f"store_stages={config.store_stages}: it must divide the {buffers} buffers that a warpgroup stores per tile"
         )
-    smem = smem_bytes(config, elem_bytes, problem.a_scaling == "1x128")
+    smem = smem_bytes(config, elem_bytes, problem.a_scaling == "1x128", problem.bias_grad_dtype is not None)
     if smem > SMEM_BYTES:
         return f"{smem} bytes of shared memory: a CTA has {SMEM_BYTES}"
     return None
 
 
 def _why_swapped_unsupported(problem: GemmProblem, config: HopperConfig) -> str | None:
+    if more_outputs(problem) or problem.activation == SWIGLU:
+        return "a swapped tile has no swiglu, saved preactivation, bias gradient or quantized result: other tiles have"
     for name, step in (("tile_m", 8), ("tile_n", 8)):
         value = getattr(config, name)
         if not isinstance(value, int) or value % step or not step <= value <= 128:
@@ -382,13 +422,33 @@ def candidates(problem: GemmProblem) -> tuple[HopperConfig, ...]:
     """The configurations that the default is chosen from, those that this problem allows."""
     tile_k = SWIZZLE_BYTES // problem.a_dtype.itemsize
     tiles = [replace(config, tile_k=tile_k) for config in (_PROMOTING if promotes(problem) else _CANDIDATES)]
+    tiles = [
+        replace(c, store_stages=max(n for n in range(1, c.store_stages + 1) if stores(problem, c) % n == 0))
+        for c in tiles
+    ]
+    if problem.activation == SWIGLU:
+        # Halves of a tile of b are too low to be shared: share rows of a.
+        tiles = [
+            replace(c, cluster_m=1, cluster_n=c.cluster_m) if c.cluster_m > 1 and c.tile_n < 256 else c for c in tiles
+        ]
     if problem.M <= _TOKENS[-1]:
         tiles += _swapped_candidates(problem)
     return tuple(config for config in tiles if why_unsupported(problem, config) is None)
 
 
+def _listed(problem: GemmProblem, config: HopperConfig) -> HopperConfig:
+    """The tile that `candidates` made this one of: other outputs take other buffers and clusters."""
+
+    def shape(c: HopperConfig) -> tuple[int, int, str, int]:
+        return c.tile_m, c.tile_n, c.schedule, c.consumers
+
+    tiles = [c for c in (_PROMOTING if promotes(problem) else _CANDIDATES) if shape(c) == shape(config)]
+    same = [c for c in tiles if (c.cluster_m, c.cluster_n) == (config.cluster_m, config.cluster_n)]
+    return next(iter(same or tiles), config)
+
+
 def _rate(problem: GemmProblem, config: HopperConfig) -> float:
-    config = replace(config, tile_k=WIDE.tile_k)
+    config = _listed(problem, config)
     volume = problem.M * problem.N * problem.K
     k_bytes = problem.K * problem.a_dtype.itemsize
     drift = volume * (k_bytes / 16384) ** 0.5

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 
 from fourwave.backends import cutedsl_cache, guard
-from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+from fourwave.ops.gemm.problem import SWIGLU, GemmProblem, GemmTensors
 from fourwave.ops.gemm.sm90_config import (
+    FP8,
     MAX_STRIDE_BYTES,
     NUM_SMS,
     HopperConfig,
     clusters,
     default_config,
+    more_outputs,
+    out_tile_n,
     promotes,
     single_tile,
     why_unsupported,
@@ -46,6 +49,9 @@ class Specialisation:
     promote: bool
     single: bool
     vector: bool
+    preactivation_dtype: torch.dtype | None
+    bias_grad_dtype: torch.dtype | None
+    more_outputs: bool
 
 
 def specialise(
@@ -56,6 +62,7 @@ def specialise(
     return Specialisation(
         replace(config, group=1), problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype, problem.bias_dtype,
         problem.activation, problem.accumulate, problem.a_scaling, problem.b_scaling, promotes(problem), single, vector,
+        problem.preactivation_dtype, problem.bias_grad_dtype, more_outputs(problem),
     )  # fmt: skip
 
 
@@ -75,8 +82,10 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
     from cutlass import Float32, Int32, Int64, cute
     from cutlass.cute.runtime import make_ptr
 
+    from fourwave.blocks.cutedsl.convert import Codes
     from fourwave.blocks.cutedsl.epilogue import Epilogue
     from fourwave.blocks.cutedsl.loaders import TmaLoader
+    from fourwave.formats.element import E4M3FN, E5M2
     from fourwave.ops.gemm import sm90, sm90_swapped
 
     types: dict[torch.dtype | None, Any] = {
@@ -84,9 +93,16 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
         torch.float8_e4m3fn: cutlass.Float8E4M3FN, torch.float8_e5m2: cutlass.Float8E5M2,
     }  # fmt: skip
     config = spec.config
-    a_type, b_type, out_type, bias_type = (
-        types[dtype] for dtype in (spec.a_dtype, spec.b_dtype, spec.out_dtype, spec.bias_dtype)
-    )
+    a_type, b_type, out_type, bias_type, z_type, bias_grad_type = (
+        types[dtype]
+        for dtype in (
+            spec.a_dtype, spec.b_dtype, spec.out_dtype, spec.bias_dtype, spec.preactivation_dtype, spec.bias_grad_dtype
+        )
+    )  # fmt: skip
+    codes = None
+    if spec.out_dtype in FP8:
+        codes = Codes(E4M3FN if spec.out_dtype == torch.float8_e4m3fn else E5M2)
+        out_type = cutlass.Uint8
     kernel: Any
     if config.schedule == "swapped":
         kernel = sm90_swapped.SwappedGemm(
@@ -100,10 +116,19 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
             spec.single, spec.vector, config.overlap,
         )  # fmt: skip
     else:
-        kernel = sm90.Gemm(
+        swiglu = spec.activation == SWIGLU
+        kernel = (sm90.GemmWithOutputs if spec.more_outputs else sm90.Gemm)(
             sm90.geometry(config),
             TmaLoader(a_type, config.tile_m, config.tile_k, spec.layout != "NT", config.num_stages, config.cluster_n),
-            TmaLoader(b_type, config.tile_n, config.tile_k, spec.layout == "TN", config.num_stages, config.cluster_m),
+            TmaLoader(
+                b_type,
+                config.tile_n,
+                config.tile_k,
+                spec.layout == "TN",
+                config.num_stages,
+                config.cluster_m,
+                parts=2 if swiglu else 1,
+            ),
             Epilogue(
                 out_type,
                 bias_type,
@@ -112,11 +137,14 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
                 config.store_stages,
                 spec.a_scaling == "row",
                 spec.b_scaling == "row",
+                codes,
+                z_type,
             ),
             spec.a_scaling,
             spec.b_scaling,
             spec.promote,
             config.overlap,
+            bias_grad_type,
         )
     out_align = ALIGN_BYTES
     if config.schedule == "swapped":
@@ -129,6 +157,12 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
     if keep:
         options += [cute.KeepPTX(), cute.KeepCUBIN()]
     one, stride = Int32(1), Int64(ALIGN_BYTES)
+    more: list[Any] = []
+    if spec.more_outputs:
+        more = [
+            pointer(z_type or out_type, ALIGN_BYTES), pointer(bias_grad_type or out_type), pointer(Int32), pointer(Int32),
+            stride, stride,
+        ]  # fmt: skip
     return cute.compile[tuple(options)](
         kernel,
         pointer(a_type, ALIGN_BYTES),
@@ -137,7 +171,7 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
         pointer(bias_type or out_type),
         pointer(Float32),
         pointer(Float32),
-        one, one, one, stride, stride, stride, Float32(1.0), one, one,
+        one, one, one, stride, stride, stride, Float32(1.0), one, one, *more,
         cuda.CUstream(0),
     )  # fmt: skip
 
@@ -148,11 +182,26 @@ _ARGUMENTS = {
     "a_stride": "q", "b_stride": "q", "out_stride": "q", "alpha": "f", "num_clusters": "i", "group": "i", "stream": "Q",
     "result": "i",
 }  # fmt: skip
-# How they lie in a plan's block: what changes with every call first, so that one call writes it.
+# Those of sm90.GemmWithOutputs: more before the stream.
+_MORE = {"z": "Q", "bias_grad": "Q", "out_scale": "Q", "out_amax": "Q", "z_stride": "q", "z_distance": "q"}
+_ARGUMENTS_AND_MORE = {**_ARGUMENTS, **_MORE}
+for _name in ("stream", "result"):
+    _ARGUMENTS_AND_MORE[_name] = _ARGUMENTS_AND_MORE.pop(_name)
+# How they lie in a plan's block: what changes with every call first, so that one call writes it, or two.
 _PER_CALL = ("a", "b", "out", "bias", "scale_a", "scale_b", "stream", "alpha")
-_ORDER = (*_PER_CALL, *(name for name in _ARGUMENTS if name not in _PER_CALL))
+_MORE_PER_CALL = ("z", "bias_grad", "out_scale", "out_amax")
+
+
+def _offsets(names: tuple[str, ...]) -> dict[str, int]:
+    """Bytes before each of the arguments, laid out as C would."""
+    formats = [_ARGUMENTS_AND_MORE[name] for name in names]
+    ends = [struct.calcsize("@" + "".join(formats[: i + 1])) for i in range(len(names))]
+    return {name: end - struct.calcsize(f) for name, end, f in zip(names, ends, formats, strict=True)}
+
+
 _pack_call = struct.Struct("@" + "".join(_ARGUMENTS[name] for name in _PER_CALL)).pack_into
-_RESULT = struct.calcsize("@" + "".join(_ARGUMENTS[name] for name in _ORDER)) - 4
+_pack_more = struct.Struct("@" + "".join(_MORE[name] for name in _MORE_PER_CALL)).pack_into
+_MORE_AT = _offsets((*_PER_CALL, *_MORE_PER_CALL))[_MORE_PER_CALL[0]]
 
 
 class _Plan:
@@ -163,27 +212,32 @@ class _Plan:
     """
 
     def __init__(
-        self, config: HopperConfig, executor: Any, problem: GemmProblem, strides: tuple[int, int, int], num_sms: int
-    ):
+        self, config: HopperConfig, executor: Any, problem: GemmProblem, strides: tuple[int, int, int, int, int],
+        num_sms: int,
+    ):  # fmt: skip
+        """strides: of a's, b's, out's and z's rows, and z's distance."""
         tiles_m = -(-problem.M // (config.tile_m * config.cluster_m))
-        tiles_n = -(-problem.N // (config.tile_n * config.cluster_n))
-        values = dict.fromkeys(_ARGUMENTS, 0) | {
+        tiles_n = -(-problem.out_columns // (out_tile_n(problem, config) * config.cluster_n))
+        self._more = more_outputs(problem)
+        arguments = _ARGUMENTS_AND_MORE if self._more else _ARGUMENTS
+        values = dict.fromkeys(arguments, 0) | {
             "M": problem.M, "N": problem.N, "K": problem.K, "a_stride": strides[0], "b_stride": strides[1],
             "out_stride": strides[2], "num_clusters": min(tiles_m * tiles_n, clusters(config, num_sms)), "group": config.group,
         }  # fmt: skip
-        self._block = bytearray(struct.pack("@" + "".join(_ARGUMENTS[n] for n in _ORDER), *(values[n] for n in _ORDER)))
+        first: tuple[str, ...] = _PER_CALL
+        if self._more:
+            values |= {"z_stride": strides[3], "z_distance": strides[4]}
+            first = (*_PER_CALL, *_MORE_PER_CALL)
+        order = (*first, *(name for name in arguments if name not in first))
+        self._block = bytearray(struct.pack("@" + "".join(arguments[n] for n in order), *(values[n] for n in order)))
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._block))
-        offsets = {
-            name: struct.calcsize("@" + "".join(_ARGUMENTS[n] for n in _ORDER[: i + 1]))
-            - struct.calcsize(_ARGUMENTS[name])
-            for i, name in enumerate(_ORDER)
-        }
-        self._packed = (ctypes.c_void_p * len(_ARGUMENTS))(*(base + offsets[name] for name in _ARGUMENTS))
-        self._result = ctypes.c_int32.from_buffer(self._block, _RESULT)
+        offsets = _offsets(order)
+        self._packed = (ctypes.c_void_p * len(arguments))(*(base + offsets[name] for name in arguments))
+        self._result = ctypes.c_int32.from_buffer(self._block, offsets["result"])
         self._executor = executor  # keeps the module loaded
         self._function = executor.capi_func
 
-    def launch(self, a: int, b: int, out: int, tensors: GemmTensors, stream: int) -> None:
+    def launch(self, a: int, b: int, out: int, z: int, tensors: GemmTensors, stream: int) -> None:
         bias, scale_a, scale_b = tensors.bias, tensors.a_scale, tensors.b_scale
         _pack_call(
             self._block, 0, a, b, out,
@@ -192,6 +246,16 @@ class _Plan:
             0 if scale_b is None else scale_b.data_ptr(),
             stream, tensors.alpha,
         )  # fmt: skip
+        if self._more:
+            bias_grad, scale, amax = tensors.bias_grad, tensors.out_scale, tensors.out_amax
+            if amax is not None:
+                amax.zero_()
+            _pack_more(
+                self._block, _MORE_AT, z,
+                0 if bias_grad is None else bias_grad.data_ptr(),
+                0 if scale is None else scale.data_ptr(),
+                0 if amax is None else amax.data_ptr(),
+            )  # fmt: skip
         self._function(self._packed)
         if self._result.value:
             raise RuntimeError(f"the launch failed with CUDA error {self._result.value}")
@@ -235,7 +299,7 @@ def warm_up(problem: GemmProblem, config: HopperConfig | None = None) -> None:
     chosen = config or default_config(problem)[0]
     swapped = chosen.schedule == "swapped"
     if problem.accumulate and problem.out_dtype != torch.float32 and not swapped:
-        problem = replace(problem, out_dtype=torch.float32, accumulate=False)
+        problem = _in_float32(problem)
         chosen = chosen if why_unsupported(problem, chosen) is None else default_config(problem)[0]
     vector = not swapped or problem.N % 4 == 0
     _executor(specialise(problem, chosen, _num_sms(torch.cuda.current_device()), vector))
@@ -247,17 +311,18 @@ def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors)
     Returns notes, such as which operand had to be copied. Raises NotImplementedError (why_unsupported), RuntimeError
     when a kernel would have to be compiled while a CUDA graph is captured.
     """
-    a, b, out = tensors.a, tensors.b, tensors.out
+    a, b, out, z = tensors.a, tensors.b, tensors.out, tensors.preactivation
     assert out is not None
+    z_stride, z_pointer = (0, 0) if z is None else (z.stride(0), z.data_ptr())
     device = a.device.index
     recent = _local.__dict__.get("recent")
     if recent is None:
         recent = _local.recent = {}
         _local.plans = {}
     # By identity: hashing a problem's fields takes longer than a launch. An entry keeps its objects, so no id returns.
-    entry = recent.get((id(problem), id(config), device, a.stride(0), b.stride(0), out.stride(0)))
-    pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
-    if entry is None or (pointers[0] | pointers[1] | pointers[2]) % ALIGN_BYTES:
+    entry = recent.get((id(problem), id(config), device, a.stride(0), b.stride(0), out.stride(0), z_stride))
+    pointers = a.data_ptr(), b.data_ptr(), out.data_ptr(), z_pointer
+    if entry is None or (pointers[0] | pointers[1] | pointers[2] | z_pointer) % ALIGN_BYTES:
         return _prepare(device, problem, config, tensors, out)
     if problem.a_scaling == "1x128" and (tensors.a_scale.data_ptr() | tensors.b_scale.data_ptr()) % ALIGN_BYTES:  # type: ignore[union-attr]
         return _prepare(device, problem, config, tensors, out)
@@ -279,14 +344,23 @@ def _prepare(
     swapped = chosen.schedule == "swapped"
     if problem.accumulate and problem.out_dtype != torch.float32 and not swapped:
         # TMA would add numbers that are already rounded to out's type. Add in float32, round once.
-        total = torch.empty((problem.M, problem.N), dtype=torch.float32, device=out.device)
-        plain = replace(problem, out_dtype=torch.float32, accumulate=False)
+        total = torch.empty((problem.M, problem.out_columns), dtype=torch.float32, device=out.device)
+        plain = _in_float32(problem)
         fitting = config if config is None or why_unsupported(plain, config) is None else None
-        notes = run(plain, fitting, tensors._replace(out=total))
+        bias_grad = tensors.bias_grad
+        sums = None if bias_grad is None else torch.empty_like(bias_grad, dtype=torch.float32)
+        notes = run(plain, fitting, tensors._replace(out=total, bias_grad=sums))
         out.copy_(total.add_(out))
+        if bias_grad is not None and sums is not None:
+            bias_grad.copy_(sums.add_(bias_grad))
         return [*notes, f"accumulated through a float32 buffer: out is {problem.out_dtype}"]
     notes = []
-    a, b = _aligned("a", tensors.a, notes), _aligned("b", tensors.b, notes)
+    a = _aligned("a", tensors.a, notes)
+    if (reason := _halves_of_b(problem, tensors.b)) is not None:
+        notes.append(f"b copied: {reason}")
+        b = _apart(tensors.b)
+    else:
+        b = _aligned("b", tensors.b, notes)
     target = out
     if problem.a_scaling == "1x128" and not swapped:
         assert tensors.a_scale is not None and tensors.b_scale is not None
@@ -297,7 +371,19 @@ def _prepare(
     if not swapped and (reason := _misaligned(out) or _partial_chunk(out)) is not None:
         notes.append(f"out written through a copy: {reason}")
         target = _padded(out, copy=problem.accumulate)
-    strides = (_row_stride(a), _row_stride(b), _row_stride(target))
+    z = z_target = tensors.preactivation
+    parts = problem.N // problem.out_columns
+    z_stride, z_distance = 0, ALIGN_BYTES
+    if z is not None:
+        if (reason := _misaligned_halves(z, parts)) is not None:
+            notes.append(f"preactivation written through a copy: {reason}")
+            z_target = _padded_halves(z, parts)
+        assert z_target is not None
+        halves = z_target.unflatten(1, (parts, -1)) if z_target is z else z_target
+        z_stride, z_distance = (
+            (halves.stride(0), halves.stride(1)) if parts > 1 else (_row_stride(z_target), ALIGN_BYTES)
+        )
+    strides = (_row_stride(a), _row_stride(b), _row_stride(target), z_stride, z_distance)
     vector = True
     if swapped:
         quad = 4 * out.element_size()
@@ -314,11 +400,19 @@ def _prepare(
         # The next call with these strides and aligned bases needs none of the above.
         if len(recent) >= MAX_PLANS:
             recent.clear()
-        recent[id(problem), id(config), device, a.stride(0), b.stride(0), out.stride(0)] = plan, problem, config
+        given_stride = 0 if z is None else z.stride(0)
+        recent[id(problem), id(config), device, a.stride(0), b.stride(0), out.stride(0), given_stride] = (
+            plan,
+            problem,
+            config,
+        )
     stream = torch._C._cuda_getCurrentRawStream(device)
-    plan.launch(a.data_ptr(), b.data_ptr(), target.data_ptr(), tensors, stream)
+    z_pointer = 0 if z_target is None else z_target.data_ptr()
+    plan.launch(a.data_ptr(), b.data_ptr(), target.data_ptr(), z_pointer, tensors, stream)
     if target is not out:
         out.copy_(target)
+    if z is not None and z_target is not None and z_target is not z:
+        z.unflatten(1, (parts, -1)).copy_(z_target)
     return notes
 
 
@@ -326,7 +420,7 @@ def copies(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTenso
     """What `run` would note about copies."""
     swapped = (config or default_config(problem)[0]).schedule == "swapped"
     if problem.accumulate and problem.out_dtype != torch.float32 and not swapped:
-        plain = replace(problem, out_dtype=torch.float32, accumulate=False)
+        plain = _in_float32(problem)
         fitting = config if config is None or why_unsupported(plain, config) is None else None
         notes = copies(plain, fitting, tensors._replace(out=None))
         return [*notes, f"accumulated through a float32 buffer: out is {problem.out_dtype}"]
@@ -335,14 +429,24 @@ def copies(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTenso
     if problem.a_scaling == "1x128" and not swapped and tensors.a_scale is not None and tensors.b_scale is not None:
         read += [("a's scales", tensors.a_scale), ("b's scales", tensors.b_scale)]
     for name, tensor in read:
-        if (reason := _misaligned(tensor)) is not None:
+        reason = _halves_of_b(problem, tensor) if name == "b" else None
+        if (reason := reason or _misaligned(tensor)) is not None:
             notes.append(f"{name} copied: {reason}")
     out = tensors.out
     if out is None:
-        out = torch.empty((problem.M, problem.N), dtype=problem.out_dtype, device="meta")
+        out = torch.empty((problem.M, problem.out_columns), dtype=problem.out_dtype, device="meta")
     if not swapped and (reason := _misaligned(out) or _partial_chunk(out)) is not None:
         notes.append(f"out written through a copy: {reason}")
+    z = tensors.preactivation
+    if z is not None and (reason := _misaligned_halves(z, problem.N // problem.out_columns)) is not None:
+        notes.append(f"preactivation written through a copy: {reason}")
     return notes
+
+
+def _in_float32(problem: GemmProblem) -> GemmProblem:
+    """The product that is added to `out` afterwards, and the bias gradient likewise."""
+    sums = None if problem.bias_grad_dtype is None else torch.float32
+    return replace(problem, out_dtype=torch.float32, accumulate=False, bias_grad_dtype=sums)
 
 
 def _row_stride(tensor: torch.Tensor) -> int:
@@ -368,6 +472,39 @@ def _partial_chunk(out: torch.Tensor) -> str | None:
     """TMA stores write whole chunks of 16 bytes: one that N cuts would spill past the row's end. (Loads do not.)"""
     row_bytes = out.shape[1] * out.element_size()
     return f"its rows, {row_bytes} bytes, end inside a chunk of {ALIGN_BYTES}" if row_bytes % ALIGN_BYTES else None
+
+
+def _misaligned_halves(z: torch.Tensor, parts: int) -> str | None:
+    """Why TMA cannot store `parts` matrices that lie beside each other in z's rows."""
+    if (reason := _misaligned(z)) is not None:
+        return reason
+    row_bytes = z.shape[1] // parts * z.element_size()
+    each = "its rows" if parts == 1 else "halves of its rows"
+    return f"{each}, {row_bytes} bytes, end inside a chunk of {ALIGN_BYTES}" if row_bytes % ALIGN_BYTES else None
+
+
+def _halves_of_b(problem: GemmProblem, b: torch.Tensor) -> str | None:
+    """Why TMA cannot load tiles of both halves of b's columns (sm90.Gemm.second_half)."""
+    row_bytes = problem.N // 2 * b.element_size()
+    if problem.activation != SWIGLU or problem.layout == "TN" or row_bytes % ALIGN_BYTES == 0:
+        return None
+    return f"the second half of its rows, after {row_bytes} bytes, begins inside a chunk of {ALIGN_BYTES}"
+
+
+def _apart(b: torch.Tensor) -> torch.Tensor:
+    """[K, ...]: the halves of b's columns, each from a multiple of 16 bytes on."""
+    halves = b.unflatten(1, (2, -1))
+    chunk = ALIGN_BYTES // b.element_size()
+    apart = b.new_empty((b.shape[0], 2, -(-halves.shape[2] // chunk) * chunk))
+    apart[..., : halves.shape[2]] = halves
+    return apart.flatten(1)
+
+
+def _padded_halves(z: torch.Tensor, parts: int) -> torch.Tensor:
+    """[M, parts, N / parts], each row of each part at a multiple of 16 bytes."""
+    rows, columns = z.shape[0], z.shape[1] // parts
+    chunk = ALIGN_BYTES // z.element_size()
+    return z.new_empty((rows, parts, -(-columns // chunk) * chunk))[..., :columns]
 
 
 def _padded(tensor: torch.Tensor, copy: bool) -> torch.Tensor:
