@@ -103,22 +103,38 @@ def _promote(
         total[first + v] = _pinned(total[first + v])
 
 
+@dsl_user_op
+def _load_quad(address: Int32, *, loc=None, ip=None) -> list:
+    """Four float32 of shared memory."""
+    kind = llvm.StructType.get_literal([Float32.mlir_type] * 4)
+    made = llvm.inline_asm(
+        kind, [Int32(address).ir_value(loc=loc, ip=ip)], "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r",
+        has_side_effects=True, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
+    return [Float32(llvm.extractvalue(Float32.mlir_type, made, [i], loc=loc, ip=ip)) for i in range(4)]
+
+
 @cute.jit
 def _read_scales(
-    of_rows: cute.Tensor, of_columns: cute.Tensor, scales_a: cute.Tensor, scales_b: cute.Tensor, slot: Int32, k_tile: Int32,
-    row: Int32, column: Int32,
+    of_rows: cute.Tensor, of_columns: cute.Tensor, scales_a: cute.Tensor, scales_b: cute.Tensor, slot: Int32, row: Int32,
+    column: Int32,
 ):  # fmt: skip
-    """Of one k step: of_rows [2, 64-row blocks], of_columns [groups of columns]; column: the tile's first one."""
-    slots = cute.size(scales_a, mode=[3])
-    slot, step = (slot + k_tile // SCALE_STEPS) % slots, k_tile % SCALE_STEPS
-    for g in cutlass.range_constexpr(cute.size(of_columns)):
-        block = 0
-        if cutlass.const_expr(cute.size(of_columns) > 1):
-            block = (column % SCALE_BLOCK + g * 64) // SCALE_BLOCK
-        of_columns[g] = scales_b[0, step, block, slot]
+    """Of SCALE_STEPS k steps: of_rows [2, 64-row blocks, step], of_columns [groups of columns, step]; column: the tile's
+    first one."""
+    start = scales_a.iterator.toint().to(Int32) + slot * (4 * scales_a.stride[3])
     for block in cutlass.range_constexpr(cute.size(of_rows, mode=[1])):
         for half in cutlass.range_constexpr(2):
-            of_rows[half, block] = scales_a[row + 64 * block + 8 * half, step, 0, slot]
+            quad = _load_quad(start + (row + 64 * block + 8 * half) * (4 * SCALE_STEPS))
+            for step in cutlass.range_constexpr(SCALE_STEPS):
+                of_rows[half, block, step] = quad[step]
+    start = scales_b.iterator.toint().to(Int32) + slot * (4 * scales_b.stride[3])
+    for g in cutlass.range_constexpr(cute.size(of_columns, mode=[0])):
+        block = Int32(0)
+        if cutlass.const_expr(cute.size(of_columns, mode=[0]) > 1):
+            block = (column % SCALE_BLOCK + g * 64) // SCALE_BLOCK
+        quad = _load_quad(start + block * (4 * scales_b.stride[2]))
+        for step in cutlass.range_constexpr(SCALE_STEPS):
+            of_columns[g, step] = quad[step]
 
 
 @cute.jit
@@ -132,8 +148,11 @@ def accumulate_promoted(
     Another warpgroup's wgmmas run during the additions. The unit serves two warpgroups in turn, instruction by instruction:
     those that start together also end together, and would add together, too. So the second one starts a tile (`stagger`)
     when the first has its first sums.
+    Unrolled: what lies between a batch's wgmmas, such as the next one's addresses, competes with the other warpgroup's
+    additions for issue slots, and forty instructions there outlast a wgmma.
     Returns the pipeline state, past the tile.
 
+    k_tiles       a multiple of SCALE_STEPS
     total         [mma values, 64-row blocks, parts]
     a, b          descriptors as in multiply: a tuple of 64-row blocks, and one of parts of the columns. A block's parts are
                   issued together, so that one is added while the next one's wgmmas run
@@ -150,40 +169,37 @@ def accumulate_promoted(
     if cutlass.const_expr(scales_a is not None):
         group = columns if SCALE_BLOCK % columns == 0 else 64
         factors = cute.make_rmem_tensor((2, len(a), columns // group), Float32)
-        of_rows = cute.make_rmem_tensor((2, len(a)), Float32)
-        of_columns = cute.make_rmem_tensor(columns // group, Float32)
+        of_rows = cute.make_rmem_tensor((2, len(a), SCALE_STEPS), Float32)
+        of_columns = cute.make_rmem_tensor((columns // group, SCALE_STEPS), Float32)
     total.fill(0.0)
     if cutlass.const_expr(stagger):
         if consumer == 1 and k_tiles >= pipe.num_stages:
             cute.arch.barrier(barrier_id=turn, number_of_threads=2 * WARPGROUP)
     ready = pipe.consumer_try_wait(read)
-    if cutlass.const_expr(scales_a is not None):
-        pipe.consumer_wait(read, ready)
-        _read_scales(of_rows, of_columns, scales_a, scales_b, slot, Int32(0), row, column)
-    for k_tile in cutlass.range(k_tiles, unroll=1):
-        pipe.consumer_wait(read, ready)
-        if cutlass.const_expr(scales_a is not None):
-            for half in cutlass.range_constexpr(2):
-                for block in cutlass.range_constexpr(len(a)):
-                    for g in cutlass.range_constexpr(columns // group):
-                        factors[half, block, g] = of_rows[half, block] * of_columns[g]
-        for block in cutlass.range_constexpr(len(a)):
-            warpgroup.fence()
-            for part in cutlass.range_constexpr(parts):
-                multiply(mma, acc[part], a[block], b[part], read.index, True)
-            if cutlass.const_expr(block == 0 and scales_a is not None):
-                # The next step's, which are there: loads that the products of this step need would hold them up.
-                ahead = cutlass.min(k_tile + 1, k_tiles - 1)
-                _read_scales(of_rows, of_columns, scales_a, scales_b, slot, ahead, row, column)
-            for part in cutlass.range_constexpr(parts):
-                warpgroup.wait_group(parts - 1 - part)
-                if cutlass.const_expr(stagger and block == 0 and part == 0):
-                    if consumer == 0 and k_tile == 0 and k_tiles >= pipe.num_stages:
-                        cute.arch.barrier_arrive(barrier_id=turn, number_of_threads=2 * WARPGROUP)
-                if cutlass.const_expr(block == len(a) - 1 and part == parts - 1):
-                    pipe.consumer_release(read)
-                    read.advance()
-                    ready = pipe.consumer_try_wait(read)
-                first = (block * parts + part) * cute.size(acc[part])
-                _promote(acc[part], total, first, factors, block, part * (columns // parts), group)
+    for turns in cutlass.range(k_tiles // SCALE_STEPS, unroll=1):
+        for step in cutlass.range_constexpr(SCALE_STEPS):
+            pipe.consumer_wait(read, ready)
+            if cutlass.const_expr(scales_a is not None):
+                if cutlass.const_expr(step == 0):
+                    of_slot = (slot + turns) % cute.size(scales_a, mode=[3])
+                    _read_scales(of_rows, of_columns, scales_a, scales_b, of_slot, row, column)
+                for half in cutlass.range_constexpr(2):
+                    for block in cutlass.range_constexpr(len(a)):
+                        for g in cutlass.range_constexpr(columns // group):
+                            factors[half, block, g] = of_rows[half, block, step] * of_columns[g, step]
+            for block in cutlass.range_constexpr(len(a)):
+                warpgroup.fence()
+                for part in cutlass.range_constexpr(parts):
+                    multiply(mma, acc[part], a[block], b[part], read.index, True)
+                for part in cutlass.range_constexpr(parts):
+                    warpgroup.wait_group(parts - 1 - part)
+                    if cutlass.const_expr(stagger and step == 0 and block == 0 and part == 0):
+                        if consumer == 0 and turns == 0 and k_tiles >= pipe.num_stages:
+                            cute.arch.barrier_arrive(barrier_id=turn, number_of_threads=2 * WARPGROUP)
+                    if cutlass.const_expr(block == len(a) - 1 and part == parts - 1):
+                        pipe.consumer_release(read)
+                        read.advance()
+                        ready = pipe.consumer_try_wait(read)
+                    first = (block * parts + part) * cute.size(acc[part])
+                    _promote(acc[part], total, first, factors, block, part * (columns // parts), group)
     return read

@@ -277,10 +277,9 @@ class Gemm:
         pipeline.pipeline_init_arrive(cluster_shape_mn=(geo.cluster_m, geo.cluster_n), is_relaxed=True)
 
         k_tiles = cute.ceil_div(K, loader_a.tile_k)
-        slots = 1
-        if cutlass.const_expr(self.scaled):
-            k_tiles = cutlass.max(k_tiles, SCALE_STEPS)  # past the end all is zero
-            slots = loader_sa.slots
+        slots = loader_sa.slots
+        if cutlass.const_expr(self.promote):
+            k_tiles = cute.ceil_div(k_tiles, SCALE_STEPS) * SCALE_STEPS  # past the end all is zero
         tile_slots = cute.ceil_div(k_tiles, SCALE_STEPS)
         tiles_m = cute.ceil_div(M, geo.tile_m * geo.cluster_m)  # of clusters
         tiles_n = cute.ceil_div(N // epilogue.parts, self.out_tile_n * geo.cluster_n)
@@ -324,9 +323,8 @@ class Gemm:
                         pipe.producer_acquire(write)
                         full = pipe.producer_get_barrier(write)
                         if cutlass.const_expr(self.scaled):
-                            # The first ones of a tile with its first step, others a step early (mma.accumulate_promoted).
-                            steps = (k_tile + 1) // SCALE_STEPS
-                            if k_tile == 0 or (k_tile % SCALE_STEPS == SCALE_STEPS - 1 and k_tile + 1 < k_tiles):
+                            steps = k_tile // SCALE_STEPS
+                            if k_tile % SCALE_STEPS == 0:
                                 with cute.arch.elect_one():
                                     cute.arch.mbarrier_expect_tx(full, loader_sa.slot_bytes + loader_sb.slot_bytes)
                                 cute.copy(

@@ -115,15 +115,9 @@ def more_outputs(problem: GemmProblem) -> bool:
 
 
 def scale_slots(num_stages: int) -> int:
-    """Buffers of the scales of SCALE_STEPS k steps, a power of two, that need no barriers of their own.
-
-    The producer is at most num_stages steps ahead. A buffer holds SCALE_STEPS steps, at a tile's end perhaps only one, and tiles
-    have at least SCALE_STEPS: `slots - 1` neighbours and one step more must be num_stages steps (tests/test_hopper.py).
-    """
-    slots = 2
-    while SCALE_STEPS * ((slots - 1) // 2) + slots // 2 + 1 < num_stages:
-        slots *= 2
-    return slots
+    """Buffers of the scales of SCALE_STEPS k steps that need no barriers of their own: consumers read a buffer in the first of its
+    steps, and the producer, which fills it with the first one's load, is at most num_stages steps ahead."""
+    return -(-num_stages // SCALE_STEPS)
 
 
 def smem_bytes(config: HopperConfig, elem_bytes: int, block_scaled: bool = False, sums: bool = False) -> int:
