@@ -4,6 +4,7 @@
     python bench/gemm_hopper.py --suite decode --rows 1,16,64      # the suite's 27 weights at few rows
     python bench/gemm_hopper.py --suite sweep --configs all        # every config on a few shapes
     python bench/gemm_hopper.py --suite llm81 --dtype fp8          # e4m3fn, float32 sums every 128 k; fp8_fast: the unit's own
+    python bench/gemm_hopper.py --suite decode --dtype mxfp4       # weights in MXFP4, a in bf16, against torch.mm in bf16
     python bench/gemm_hopper.py --suite promote --dtype fp8 --scaling block --configs all --deepgemm
 
 cuBLAS is torch.mm, and torch._scaled_mm for FP8 (use_fast_accum for fp8_fast, not for fp8), with the scales of --scaling.
@@ -42,7 +43,7 @@ from fourwave.testing import bounds
 from fourwave.testing.llm_shapes import llm81
 
 E4M3 = torch.float8_e4m3fn
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": E4M3, "fp8_fast": E4M3}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": E4M3, "fp8_fast": E4M3, "mxfp4": torch.bfloat16}
 SWEEP = (
     (4096, 4096, 4096), (4096, 12288, 4096), (4096, 22016, 4096), (4096, 4096, 11008), (8192, 6144, 4096),
     (8192, 3584, 18944), (16384, 10240, 8192), (8192, 16384, 16384),
@@ -61,6 +62,19 @@ def operands(M: int, N: int, K: int, layout: str, dtype: torch.dtype) -> tuple[t
     a = torch.randn((K, M) if layout == "NT" else (M, K), device="cuda", dtype=torch.bfloat16)
     b = torch.randn((N, K) if layout == "TN" else (K, N), device="cuda", dtype=torch.bfloat16)
     return a.to(dtype), b.to(dtype)
+
+
+def mxfp4_weights(N: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random codes, and scales from 1/16 to 8."""
+    codes = torch.randint(0, 256, (N, K // 2), device="cuda", dtype=torch.uint8)
+    return codes, torch.randint(123, 131, (N, K // 32), device="cuda", dtype=torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def in_bf16(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """[N, K], exactly."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cuda")
+    b = torch.stack([values[(codes & 15).int()], values[(codes >> 4).int()]], -1).flatten(1)
+    return (b * scale.float().repeat_interleave(32, 1)).to(torch.bfloat16)
 
 
 def views(a: torch.Tensor, b: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,6 +249,11 @@ def measure(
         problem = replace(problem, a_scaling="1x128" if block else scaling, b_scaling="128x128" if block else scaling)
     num_sets = max(1, math.ceil(2 * l2_bytes / (dtype.itemsize * (M * K + N * K))))
     sets = [operands(M, N, K, layout, dtype) for _ in range(num_sets)]
+    packed: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if precision == "mxfp4":
+        problem = replace(problem, b_dtype=torch.uint8, b_scaling="1x32")
+        packed = [mxfp4_weights(N, K) for _ in range(math.ceil(2 * l2_bytes * 32 / (17 * N * K)))]
+        sets[0] = sets[0][0], in_bf16(*packed[0])
     scale_a = scale_b = theirs_a = theirs_b = None
     if is_fp8 and scaling == "tensor":
         scale_a, scale_b = torch.tensor(0.75, device="cuda"), torch.tensor(0.25, device="cuda")
@@ -266,7 +285,10 @@ def measure(
 
     def ours(turn: int, config: Any) -> None:
         a, b = sets[turn % num_sets]
-        if is_fp8:
+        if packed:
+            codes, scale = packed[turn % len(packed)]
+            backend.run_gemm(problem, config, GemmTensors(a, codes, out, b_scale=scale))
+        elif is_fp8:
             backend.run_gemm(problem, config, GemmTensors(a, b, out, a_scale=scale_a, b_scale=scale_b))
         else:
             fw.gemm(a, b, out=out, backend="hopper", config=config, **trans)
@@ -317,6 +339,8 @@ def measure(
     if M <= 256:
         shown, unit = {label: seconds * 1e6 for label, seconds in medians.items()}, "us"
         read = dtype.itemsize * (M * K + N * K) + out_dtype.itemsize * M * N
+        if packed:
+            read -= dtype.itemsize * N * K - 17 * N * K // 32
         unit += f" ({read / medians[best] / 1e12:.2f} TB/s)"
     else:
         shown, unit = {label: problem.flops / seconds / 1e12 for label, seconds in medians.items()}, "TFLOP/s"

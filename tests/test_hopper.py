@@ -855,6 +855,32 @@ def test_fp8_blocks(M: int, N: int, K: int, fast: bool) -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(1, 300, 416), (16, 1096, 4096), (40, 520, 32), (64, 2056, 1568), (128, 264, 640)]
+)
+def test_mxfp4_weights(M: int, N: int, K: int) -> None:
+    """Codes of every value, scales of widely different size in each block, tails everywhere; every configuration."""
+    p = GemmProblem(M, N, K, "TN", BF16, torch.uint8, BF16, FP32, None, False, "cuda", None, "1x32")
+    generator = torch.Generator("cuda").manual_seed(5)
+    codes = torch.randint(0, 256, (N, K // 2), device="cuda", dtype=torch.uint8, generator=generator)
+    scale = torch.randint(107, 148, (N, K // 32), device="cuda", dtype=torch.uint8, generator=generator)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64, device="cuda")
+    values = torch.cat([values, -values])
+    b = torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], -1).reshape(N, K)
+    b = b * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+    a = torch.randn(M, K, device="cuda", generator=generator).to(BF16)
+    bias = torch.randn(N, device="cuda", generator=generator)
+    exact = gemm_reference(a.double(), b, bias=bias, alpha=0.5)
+    bound = bounds.gemm_bound(a.double(), b, BF16, bias=bias, alpha=0.5)
+    for config in candidates(p):
+        out = buffers.poisoned(M, N, BF16, "cuda", layout="sliced")
+        tensors = GemmTensors(a, codes, out.tensor, bias, 0.5, None, scale.view(torch.float8_e8m0fnu))
+        sm90_launch.run(p, config, tensors)
+        bounds.assert_within(out.tensor, exact, bound, str(config))
+        out.assert_guards_intact()
+
+
+@on_gpu
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_row", "fp8_1x128"])
 @pytest.mark.parametrize("M", [512, 32])

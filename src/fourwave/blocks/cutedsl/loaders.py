@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cutlass import cute
+from cutlass import Float32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 SWIZZLE_BYTES = 128
@@ -17,7 +17,9 @@ class TmaLoader:
     k_contiguous whether K is the contiguous dimension; wgmma reads both, so nothing is transposed on the way
     num_stages   shared-memory buffers
     multicast    CTAs of the cluster that need the same tile; each loads its share and sends it to all
-    read_extent  what wgmma reads of a tile, where that is more (K contiguous): the rest is whatever lies there
+    read_extent  what is read of a tile, where that is more (K contiguous): the rest is whatever lies there
+    swizzle      bytes, 128 or 64: of what wgmma reads the first; then K contiguous tiles have rows of as many bytes or several
+                 slabs of them, one after the other
     parts        places of the matrix that a tile is put together from, equal parts of its extent: each its own TMA box
 
     What lies outside the matrix arrives as zeros, so tails need nothing more.
@@ -31,6 +33,7 @@ class TmaLoader:
     multicast: int
     read_extent: int = 0
     parts: int = 1
+    swizzle: int = SWIZZLE_BYTES
 
     @property
     def major(self):
@@ -47,7 +50,10 @@ class TmaLoader:
         return cute.make_tensor(pointer, cute.make_layout((extent, K), stride=stride))
 
     def _atom(self):
-        kind = warpgroup.SmemLayoutAtomKind.K_SW128 if self.k_contiguous else warpgroup.SmemLayoutAtomKind.MN_SW128
+        kinds = warpgroup.SmemLayoutAtomKind
+        kind = kinds.K_SW128 if self.k_contiguous else kinds.MN_SW128
+        if self.swizzle == 64:
+            kind = kinds.K_SW64
         return warpgroup.make_smem_layout_atom(kind, self.dtype)
 
     def stage_layout(self):
@@ -106,46 +112,49 @@ SCALE_BLOCK = 128  # of k, and of n
 
 @dataclass(frozen=True)
 class ScaleLoader:
-    """Float32 scales of SCALE_STEPS k steps, `blocks` times `rows` of them below each other, each by TMA into a buffer of its own.
+    """Scales of several k steps, `blocks` times `rows` of them below each other, each by TMA into a buffer of its own.
 
-    slots  buffers
+    slots          buffers
+    dtype, steps   float32 of SCALE_STEPS stages, or e8m0 codes: 16 bytes of a row
     """
 
     rows: int
     blocks: int
     slots: int
+    dtype: type = Float32
+    steps: int = SCALE_STEPS
 
     @property
     def block_elements(self) -> int:
         """TMA writes to multiples of 128 bytes."""
-        return -(-self.rows * SCALE_STEPS // 32) * 32
+        return -(-self.rows * 16 // 128) * 1024 // self.dtype.width
 
     @property
     def slot_bytes(self) -> int:
         """Of what TMA brings."""
-        return self.blocks * self.rows * SCALE_STEPS * 4
+        return self.blocks * self.rows * 16
 
     @property
     def elements(self) -> int:
         return self.slots * self.blocks * self.block_elements
 
     def matrix(self, pointer, rows, k_tiles, row_stride):
-        """[rows, k_tiles]; row_stride: a multiple of SCALE_STEPS."""
-        row_stride = cute.assume(row_stride, divby=SCALE_STEPS)
+        """[rows, k_tiles]; row_stride: a multiple of `steps`."""
+        row_stride = cute.assume(row_stride, divby=self.steps)
         return cute.make_tensor(pointer, cute.make_layout((rows, k_tiles), stride=(row_stride, 1)))
 
     def smem_layout(self):
         """[rows, step, block, slot]."""
-        stride = (SCALE_STEPS, 1, self.block_elements, self.blocks * self.block_elements)
-        return cute.make_layout((self.rows, SCALE_STEPS, self.blocks, self.slots), stride=stride)
+        stride = (self.steps, 1, self.block_elements, self.blocks * self.block_elements)
+        return cute.make_layout((self.rows, self.steps, self.blocks, self.slots), stride=stride)
 
     def tma(self, matrix):
-        layout = cute.make_layout((self.rows, SCALE_STEPS), stride=(SCALE_STEPS, 1))
-        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), matrix, layout, (self.rows, SCALE_STEPS))
+        layout = cute.make_layout((self.rows, self.steps), stride=(self.steps, 1))
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), matrix, layout, (self.rows, self.steps))
 
     def partition(self, atom, coordinates, smem):
         """(shared [copy, block, slot], global [copy, block of rows, steps])."""
-        tiles = cute.local_tile(coordinates, (self.rows, SCALE_STEPS), (None, None))
+        tiles = cute.local_tile(coordinates, (self.rows, self.steps), (None, None))
         return cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
         )

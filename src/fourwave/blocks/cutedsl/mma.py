@@ -12,10 +12,11 @@ from fourwave.blocks.cutedsl.loaders import SCALE_BLOCK, SCALE_STEPS
 WARPGROUP = 128  # threads
 
 
-def tiled_mma(loader_a, loader_b, tile_n):
-    """64 x tile_n per instruction, both operands in shared memory, float32 accumulators."""
+def tiled_mma(loader_a, loader_b, tile_n, registers=False):
+    """64 x tile_n per instruction, float32 accumulators; both operands in shared memory, or the first one in `registers`."""
+    source = warpgroup.OperandSource.RMEM if registers else warpgroup.OperandSource.SMEM
     return hopper_helpers.make_trivial_tiled_mma(
-        loader_a.dtype, loader_b.dtype, loader_a.major, loader_b.major, Float32, (1, 1, 1), (64, tile_n)
+        loader_a.dtype, loader_b.dtype, loader_a.major, loader_b.major, Float32, (1, 1, 1), (64, tile_n), source
     )
 
 
@@ -35,6 +36,15 @@ def multiply(
             other, total, rows, ones = sums
             other.set(warpgroup.Field.ACCUMULATE, not (first and k == 0))
             cute.gemm(other, total, rows[(None, None, k, stage)], ones[(None, None, k, 0)], total)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def multiply_registers(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, stage):
+    """As multiply, acc += a @ b, with a [mma, 64-row blocks, k steps] in registers."""
+    mma.set(warpgroup.Field.ACCUMULATE, True)
+    for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        cute.gemm(mma, acc, a[(None, None, k)], b[(None, None, k, stage)], acc)
     warpgroup.commit_group()
 
 

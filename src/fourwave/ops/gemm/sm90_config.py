@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fourwave.ops.gemm.problem import SWIGLU
+from fourwave.ops.gemm.problem import PACKED_E2M1, SWIGLU
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.problem import GemmProblem
@@ -28,6 +28,8 @@ MAX_ACCUMULATORS = 192  # per thread; of at most 255 registers, the rest holds a
 MEASURED_EXTENT = 3584  # least extent of the products that were timed; with few rows of all but M
 MEASURED_ROWS = 64  # at most, with few rows
 MAX_EXTENT = 2**31 - 2**12  # TMA coordinates are int32, and rounding up to a tile must not overflow
+PACKED_ROWS = 128  # of a, at most, with weights in MXFP4
+PACKED_STEP = 128  # k of a stage then
 MAX_STRIDE_BYTES = 2**40  # of a tensor map
 DTYPES = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -35,7 +37,9 @@ OUTPUTS = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu", SWIGLU)
 _SCALINGS = (None, "tensor", "row")
 _MORE = ("swiglu", "preactivation", "bias_grad", "out:tensor")  # of the kernel in sm90.py, not of sm90_swapped.py
-_FEATURES = frozenset([*(f"scaling:{a}x{b}" for a in _SCALINGS for b in _SCALINGS), "scaling:1x128x128x128", *_MORE])
+_FEATURES = frozenset(
+    [*(f"scaling:{a}x{b}" for a in _SCALINGS for b in _SCALINGS), "scaling:1x128x128x128", "scaling:Nonex1x32", *_MORE]
+)
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,16 @@ def smem_bytes(config: HopperConfig, elem_bytes: int, block_scaled: bool = False
     return config.num_stages * stage + stores + scales + BARRIER_BYTES
 
 
+def packed(problem: GemmProblem) -> bool:
+    """Whether b is MXFP4, which only the swapped kernel multiplies."""
+    return problem.b_dtype == PACKED_E2M1 and problem.b_scaling == "1x32"
+
+
+def tile_k(problem: GemmProblem) -> int:
+    """The reduction step of a stage, the only one there is."""
+    return PACKED_STEP if packed(problem) else SWIZZLE_BYTES // problem.a_dtype.itemsize
+
+
 def promotes(problem: GemmProblem) -> bool:
     """Whether the matrix unit's sums are moved to float32 registers every 128 k."""
     return problem.a_dtype in FP8 and (not problem.fast_accum or problem.a_scaling == "1x128")
@@ -144,7 +158,15 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
         return f"layout {problem.layout!r}: the kernel has TN, NN and NT"
     if (reason := problem.why_refused(_FEATURES)) is not None:
         return reason
-    if problem.a_dtype in FP8 and problem.b_dtype in FP8:
+    if problem.b_scaling == "1x32":
+        if not packed(problem) or problem.a_dtype != torch.bfloat16:
+            return f"{problem.a_dtype} with {problem.b_dtype} in blocks of 32: the kernel takes bfloat16 with weights in MXFP4"
+        if problem.layout != "TN" or problem.M > PACKED_ROWS or problem.K % 32:
+            return (
+                f"{problem.M}x{problem.N}x{problem.K} {problem.layout} with weights in MXFP4: the kernel takes TN with up to "
+                f"{PACKED_ROWS} rows and K in whole blocks of 32"
+            )
+    elif problem.a_dtype in FP8 and problem.b_dtype in FP8:
         if problem.layout != "TN":
             return f"layout {problem.layout} with FP8 operands: wgmma reads 8-bit operands with K contiguous only"
     elif problem.a_dtype != problem.b_dtype or problem.a_dtype not in DTYPES:
@@ -172,6 +194,8 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
         return f"config is a {type(config).__name__}: the Hopper kernel takes a HopperConfig"
     if config.schedule == "swapped":
         return _why_swapped_unsupported(problem, config)
+    if packed(problem):
+        return f"schedule {config.schedule!r} with weights in MXFP4: a swapped tile takes them"
     return _why_config_unsupported(problem, config)
 
 
@@ -289,8 +313,8 @@ def _why_swapped_unsupported(problem: GemmProblem, config: HopperConfig) -> str 
         return "layout NT with a swapped tile: a's K must be contiguous"
     if problem.layout == "NN" and config.tile_n % 64:
         return f"tile_n={config.tile_n}: where N is b's contiguous dimension, a swapped tile takes 64 or 128"
-    if config.tile_k * problem.a_dtype.itemsize != SWIZZLE_BYTES:
-        return f"tile_k={config.tile_k}: a row of a tile is {SWIZZLE_BYTES} bytes"
+    if config.tile_k != tile_k(problem):
+        return f"tile_k={config.tile_k}: a stage of these operands has {tile_k(problem)} k"
     if config.split not in (1, 2, 4, 8):
         return f"split={config.split}: 1, 2, 4 or 8 CTAs"
     if config.cluster_n not in (1, 2, 4) or config.cluster_size > 8:
@@ -320,11 +344,16 @@ def _swapped_tiles(problem: GemmProblem, config: HopperConfig) -> int:
 
 def swapped_smem_bytes(problem: GemmProblem, config: HopperConfig) -> int:
     width = -(-config.tile_n // 64) * 64
-    stages = config.num_stages * (config.tile_m + config.tile_n) * SWIZZLE_BYTES
-    stages += (width - config.tile_n) * SWIZZLE_BYTES
+    stage_a, stage_b = config.tile_m * SWIZZLE_BYTES, config.tile_n * SWIZZLE_BYTES
+    more = (width - config.tile_n) * SWIZZLE_BYTES
+    scales = 0
+    if packed(problem):  # codes of 64 bytes and 16 scales a row
+        stage_a, stage_b, more = 2 * stage_a, stage_b // 2, more // 2
+        scales = config.num_stages * -(-config.tile_n // 8) * 128 + (width - config.tile_n) * 16
+    stages = config.num_stages * (stage_a + stage_b) + more
     partial = 4 * config.tile_m * (width + 4)
     together = max(stages, partial) if single_tile(problem, config) else stages + partial
-    return together + 2 * BARRIER_BYTES  # rounded up to 1024 as a whole
+    return together + scales + 2 * BARRIER_BYTES  # rounded up to 1024 as a whole
 
 
 def swapped(problem: GemmProblem, rows: int, split: int = 1, share: int = 1, half: bool = False) -> HopperConfig:
@@ -334,7 +363,7 @@ def swapped(problem: GemmProblem, rows: int, split: int = 1, share: int = 1, hal
     """
     tokens = next((tile for tile in _TOKENS if tile >= problem.M), _TOKENS[-1])
     config = HopperConfig(
-        tokens, rows, SWIZZLE_BYTES // problem.a_dtype.itemsize, "swapped", cluster_m=1, cluster_n=share, group=1, split=split
+        tokens, rows, tile_k(problem), "swapped", cluster_m=1, cluster_n=share, group=1, split=split
     )  # fmt: skip
     room = HALF_SMEM_BYTES if half else SMEM_BYTES
     fitting = (n for n in range(24, 2, -1) if swapped_smem_bytes(problem, replace(config, num_stages=n)) <= room)
@@ -347,6 +376,11 @@ def _swapped_candidates(problem: GemmProblem) -> list[HopperConfig]:
     One tile each: with and without the reduction split in two. Several each: the tallest and the next lower tile, with half
     the memory where a's tiles are small, and else also sharing those.
     """
+    if packed(problem):
+        tiles = [swapped(problem, rows, split) for rows in (64, 128) for split in (1, 2, 4)]
+        # A split reduction was slower wherever a cluster has several tiles.
+        fitting = [config for config in tiles if why_unsupported(problem, config) is None]
+        return [config for config in fitting if config.split == 1 or single_tile(problem, config)]
     step = 64 if problem.layout == "NN" else 8
     few = problem.M <= 16
     tiles = []
@@ -398,6 +432,7 @@ _BYTES_PER_SECOND = 4.4e12
 _SM_BYTES_PER_SECOND = 33e9
 _L2_BYTES_PER_SECOND = 39e12
 _SPLIT_SECONDS, _TURN_SECONDS, _SHARE_SECONDS = 0.58e-6, 0.024e-6, 0.15e-6
+_CONVERT_SECONDS = {64: 0.27e-6, 128: 0.44e-6}  # of a stage of MXFP4, by rows, with 8 tokens
 _STORE_SECONDS = 0.8e-6  # of a 256x128 tile, where nothing else runs meanwhile
 _RATES = {
     HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_BLOCKS: 0.99, PROMOTING_SQUARE: 0.92, PROMOTING_LOW: 0.52
@@ -414,8 +449,8 @@ _DRIFT_VOLUMES = 6e12, 2.5e13
 @functools.lru_cache(maxsize=4096)
 def candidates(problem: GemmProblem) -> tuple[HopperConfig, ...]:
     """The configurations that the default is chosen from, those that this problem allows."""
-    tile_k = SWIZZLE_BYTES // problem.a_dtype.itemsize
-    tiles = [replace(config, tile_k=tile_k) for config in (_PROMOTING if promotes(problem) else _CANDIDATES)]
+    step = tile_k(problem)
+    tiles = [replace(config, tile_k=step) for config in (_PROMOTING if promotes(problem) else _CANDIDATES)]
     tiles = [
         replace(c, store_stages=max(n for n in range(1, c.store_stages + 1) if stores(problem, c) % n == 0))
         for c in tiles
@@ -471,14 +506,16 @@ def clusters(config: HopperConfig, num_sms: int = NUM_SMS) -> int:
 
 def _swapped_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
     """Reading of weights by all and by the busiest CTA, and what splits, turns and sharing cost."""
-    elem_bytes = problem.b_dtype.itemsize
+    elem_bytes = 0.53125 if packed(problem) else problem.b_dtype.itemsize
     turns = -(-_swapped_tiles(problem, config) // clusters(config))
     all_steps = -(-problem.K // config.tile_k)
     k_steps = -(-all_steps // config.split)
     weights = problem.N * problem.K * elem_bytes
-    tokens = -(-problem.N // config.tile_n) * config.tile_m * problem.K * elem_bytes / config.cluster_n
+    tokens = -(-problem.N // config.tile_n) * config.tile_m * problem.K * problem.a_dtype.itemsize / config.cluster_n
     everyone = weights / _BYTES_PER_SECOND + tokens / _L2_BYTES_PER_SECOND
     busiest = turns * k_steps * config.tile_n * SWIZZLE_BYTES / _SM_BYTES_PER_SECOND
+    if packed(problem):
+        busiest = turns * k_steps * _CONVERT_SECONDS[64 if config.tile_n <= 64 else 128] * (1 + config.tile_m / 200)
     overhead = (
         _SPLIT_SECONDS * (config.split - 1) * (1 + config.tile_m / 32)
         + _TURN_SECONDS * (turns - 1) * (1 + config.tile_m / 64)

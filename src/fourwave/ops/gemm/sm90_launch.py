@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from fourwave.backends import cutedsl_cache, guard
-from fourwave.ops.gemm.problem import SWIGLU, GemmProblem, GemmTensors
+from fourwave.ops.gemm.problem import PACKED_E2M1, SWIGLU, GemmProblem, GemmTensors
 from fourwave.ops.gemm.sm90_config import (
     FP8,
     MAX_STRIDE_BYTES,
     NUM_SMS,
+    SWIZZLE_BYTES,
     HopperConfig,
     clusters,
     default_config,
@@ -93,6 +94,8 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
         torch.float8_e4m3fn: cutlass.Float8E4M3FN, torch.float8_e5m2: cutlass.Float8E5M2,
     }  # fmt: skip
     config = spec.config
+    packed = spec.b_dtype == PACKED_E2M1
+    types[PACKED_E2M1] = cutlass.Uint8
     a_type, b_type, out_type, bias_type, z_type, bias_grad_type = (
         types[dtype]
         for dtype in (
@@ -108,12 +111,12 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
         kernel = sm90_swapped.SwappedGemm(
             config.tile_n, config.tile_m, config.num_stages, config.split, config.cluster_n,
             TmaLoader(
-                b_type, config.tile_n, config.tile_k, spec.layout == "TN", config.num_stages, 1,
-                -(-config.tile_n // 64) * 64,
+                b_type, config.tile_n, config.tile_k // 2 if packed else config.tile_k, spec.layout == "TN",
+                config.num_stages, 1, -(-config.tile_n // 64) * 64, swizzle=64 if packed else SWIZZLE_BYTES,
             ),
             TmaLoader(a_type, config.tile_m, config.tile_k, True, config.num_stages, config.cluster_n),
-            out_type, bias_type, spec.activation, spec.accumulate, spec.a_scaling, spec.b_scaling, spec.promote,
-            spec.single, spec.vector, config.overlap,
+            out_type, bias_type, spec.activation, spec.accumulate, spec.a_scaling, None if packed else spec.b_scaling,
+            spec.promote, spec.single, spec.vector, config.overlap, packed,
         )  # fmt: skip
     else:
         swiglu = spec.activation == SWIGLU
@@ -170,7 +173,7 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
         pointer(out_type, out_align),
         pointer(bias_type or out_type),
         pointer(Float32),
-        pointer(Float32),
+        pointer(cutlass.Uint8, ALIGN_BYTES) if packed else pointer(Float32),
         one, one, one, stride, stride, stride, Float32(1.0), one, one, *more,
         cuda.CUstream(0),
     )  # fmt: skip
@@ -324,7 +327,9 @@ def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors)
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr(), z_pointer
     if entry is None or (pointers[0] | pointers[1] | pointers[2] | z_pointer) % ALIGN_BYTES:
         return _prepare(device, problem, config, tensors, out)
-    if problem.a_scaling == "1x128" and (tensors.a_scale.data_ptr() | tensors.b_scale.data_ptr()) % ALIGN_BYTES:  # type: ignore[union-attr]
+    if problem.b_scaling in ("128x128", "1x32") and any(
+        scale.data_ptr() % ALIGN_BYTES for scale in (tensors.a_scale, tensors.b_scale) if scale is not None
+    ):
         return _prepare(device, problem, config, tensors, out)
     entry[0].launch(*pointers, tensors, torch._C._cuda_getCurrentRawStream(device))
     return []
@@ -362,12 +367,8 @@ def _prepare(
     else:
         b = _aligned("b", tensors.b, notes)
     target = out
-    if problem.a_scaling == "1x128" and not swapped:
-        assert tensors.a_scale is not None and tensors.b_scale is not None
-        tensors = tensors._replace(
-            a_scale=_aligned("a's scales", tensors.a_scale, notes),
-            b_scale=_aligned("b's scales", tensors.b_scale, notes),
-        )
+    for name, scale in _scales_by_tma(problem, swapped, tensors).items():
+        tensors = tensors._replace(**{name: _aligned(f"{name[0]}'s scales", scale, notes)})  # type: ignore[arg-type]
     if not swapped and (reason := _misaligned(out) or _partial_chunk(out)) is not None:
         notes.append(f"out written through a copy: {reason}")
         target = _padded(out, copy=problem.accumulate)
@@ -425,10 +426,9 @@ def copies(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTenso
         notes = copies(plain, fitting, tensors._replace(out=None))
         return [*notes, f"accumulated through a float32 buffer: out is {problem.out_dtype}"]
     notes = []
-    read = [("a", tensors.a), ("b", tensors.b)]
-    if problem.a_scaling == "1x128" and not swapped and tensors.a_scale is not None and tensors.b_scale is not None:
-        read += [("a's scales", tensors.a_scale), ("b's scales", tensors.b_scale)]
-    for name, tensor in read:
+    scales = _scales_by_tma(problem, swapped, tensors)
+    read = {"a": tensors.a, "b": tensors.b} | {f"{name[0]}'s scales": scale for name, scale in scales.items()}
+    for name, tensor in read.items():
         reason = _halves_of_b(problem, tensor) if name == "b" else None
         if (reason := reason or _misaligned(tensor)) is not None:
             notes.append(f"{name} copied: {reason}")
@@ -441,6 +441,20 @@ def copies(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTenso
     if z is not None and (reason := _misaligned_halves(z, problem.N // problem.out_columns)) is not None:
         notes.append(f"preactivation written through a copy: {reason}")
     return notes
+
+
+def _scales_by_tma(problem: GemmProblem, swapped: bool, tensors: GemmTensors) -> dict[str, torch.Tensor]:
+    """Scales that TMA reads, by field; those in e8m0 as bytes."""
+    if problem.b_scaling == "1x32":
+        names = ["b_scale"]
+    else:
+        names = ["a_scale", "b_scale"] if problem.a_scaling == "1x128" and not swapped else []
+    scales = {name: getattr(tensors, name) for name in names}
+    return {
+        name: scale.view(torch.uint8) if scale.element_size() == 1 else scale
+        for name, scale in scales.items()
+        if scale is not None
+    }
 
 
 def _in_float32(problem: GemmProblem) -> GemmProblem:

@@ -6,7 +6,8 @@ all multiprocessors read.
 
 a       [M, K], K contiguous;  b  [N, K] or [K, N], either dimension contiguous (8-bit floats: K)
         bfloat16 or float16, one for both; or float8_e4m3fn and float8_e5m2 in any pair. Accumulated in float32; `promote`
-        as in sm90.py
+        as in sm90.py. Or a bfloat16 and b `packed`: MXFP4, [N, K / 2] bytes with scales [N, K / 32] in rows that start at
+        multiples of 16 bytes; the consumers turn it into bf16 in registers (blocks.cutedsl.mxfp4)
 scale_* as in sm90.py
 out     float32, bfloat16 or float16, N contiguous, any row stride, any base
 
@@ -17,7 +18,7 @@ consumer warpgroups, 64 rows each, and one producer warp:
 
 Producer, for every tile and k step: wait until the stage is empty, then TMA both operands' tiles into it.
 Consumer, for every tile: for each k step wait until the stage is full, issue its wgmmas, wait for those of the step before
-and release that one's stage; write the sums to shared memory as `partial` [token, row]; when all CTAs of the cluster have,
+and release that one's stage (packed: wait for the step before, convert, issue); write the sums to shared memory as `partial` [token, row]; when all CTAs of the cluster have,
 read every split-th token from each of them, add in the order of their ranks, and store. So the order of summation depends
 on the shape and the configuration only.
 
@@ -44,13 +45,13 @@ from dataclasses import dataclass
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from fourwave.blocks.cutedsl import mma as mma_block
-from fourwave.blocks.cutedsl import reduction
-from fourwave.blocks.cutedsl.loaders import TmaLoader
+from fourwave.blocks.cutedsl import mxfp4, reduction
+from fourwave.blocks.cutedsl.loaders import ScaleLoader, TmaLoader
 from fourwave.blocks.cutedsl.mma import WARPGROUP
 
 ROWS = 64  # of a consumer warpgroup
@@ -84,6 +85,7 @@ class SwappedGemm:
     single: bool
     vector: bool
     overlap: bool
+    packed: bool = False
 
     @property
     def consumers(self) -> int:
@@ -104,8 +106,24 @@ class SwappedGemm:
         elements = self.loader_a.smem_elements
         if self.single:
             partial = reduction.partial_elements(ROWS * self.consumers, self.tokens) * 32 // self.loader_a.dtype.width
-            elements += max(0, partial - self.loader_b.smem_elements - elements)
+            of_b = self.loader_b.smem_elements * self.loader_b.dtype.width // self.loader_a.dtype.width
+            elements += max(0, partial - of_b - elements)
         return elements
+
+    @property
+    def step(self) -> int:
+        """k of a stage."""
+        return mxfp4.STEP if self.packed else self.loader_b.tile_k
+
+    @property
+    def scale_elements(self) -> int:
+        """With what a warpgroup of less than 64 rows reads past the last buffer."""
+        return self.scale_loader.elements + (ROWS * self.consumers - self.rows) * mxfp4.GROUP if self.packed else 0
+
+    @property
+    def scale_loader(self) -> ScaleLoader:
+        """Of packed b: a stage's buffer holds those of the steps from its own on that share their 16 bytes."""
+        return ScaleLoader(self.rows, 1, self.num_stages, Uint8, mxfp4.GROUP)
 
     @cute.jit
     def release(self, barrier: cute.Pointer, part: Int32, thread: Int32):
@@ -139,9 +157,30 @@ class SwappedGemm:
     ):  # fmt: skip
         """As sm90.Gemm.__call__; group is not used."""
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
-        tma_b, coordinates_b = self.loader_b.tma(self.loader_b.matrix(b, N, K, b_stride))
+        tma_b, coordinates_b = self.loader_b.tma(
+            self.loader_b.matrix(b, N, K // 2 if cutlass.const_expr(self.packed) else K, b_stride)
+        )
+        tma_s = coordinates_s = None
+        if cutlass.const_expr(self.packed):
+            blocks = cute.ceil_div(K, mxfp4.BLOCK)
+            stride = Int64(cute.ceil_div(blocks, mxfp4.GROUP)) * mxfp4.GROUP
+            tma_s, coordinates_s = self.scale_loader.tma(self.scale_loader.matrix(scale_b, N, blocks, stride))
         self.kernel(
-            tma_a, coordinates_a, tma_b, coordinates_b, out, out_stride, bias, scale_a, scale_b, M, N, K, alpha
+            tma_a,
+            coordinates_a,
+            tma_b,
+            coordinates_b,
+            tma_s,
+            coordinates_s,
+            out,
+            out_stride,
+            bias,
+            scale_a,
+            scale_b,
+            M,
+            N,
+            K,
+            alpha,
         ).launch(
             grid=(num_clusters * self.split * self.share, 1, 1),
             block=(self.consumer_threads + 32, 1, 1),
@@ -154,7 +193,7 @@ class SwappedGemm:
     @cute.kernel
     def kernel(
         self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
-        out: cute.Pointer, out_stride: Int64, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer,
+        tma_s, coordinates_s, out: cute.Pointer, out_stride: Int64, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer,
         M: Int32, N: Int32, K: Int32, alpha: Float32,
     ):  # fmt: skip
         loader_a, loader_b, split, share = self.loader_a, self.loader_b, self.split, self.share
@@ -173,6 +212,7 @@ class SwappedGemm:
             free: cute.struct.MemRange[Int64, 1]
             b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, loader_b.smem_elements], SMEM_ALIGN]
             a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, self.elements_a], SMEM_ALIGN]
+            scales: cute.struct.Align[cute.struct.MemRange[Uint8, self.scale_elements], 128]
             partial: cute.struct.Align[cute.struct.MemRange[Float32, self.partial_elements], 16]
 
         storage = SmemAllocator().allocate(Storage)
@@ -201,7 +241,7 @@ class SwappedGemm:
         if cutlass.const_expr(cluster > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         part, column = rank // share, rank % share  # which k steps, and which of the cluster's tiles
-        k_tiles = cute.ceil_div(K, loader_b.tile_k)
+        k_tiles = cute.ceil_div(K, self.step)
         k_begin = k_tiles * part // split
         k_count = k_tiles * (part + 1) // split - k_begin
         tiles_m = cute.ceil_div(M, self.tokens)
@@ -209,10 +249,15 @@ class SwappedGemm:
         num_clusters = cute.arch.grid_dim()[0] // cluster
         first_tile = cute.arch.block_idx()[0] // cluster
 
+        scale_words = cute.make_rmem_tensor(8, Int32)  # of a consumer
         if warp == self.consumer_threads // 32:
             # Producer.
             shared_a, global_a = loader_a.partition(tma_a, coordinates_a, smem_a, column)
             shared_b, global_b = loader_b.partition(tma_b, coordinates_b, smem_b, 0)
+            if cutlass.const_expr(self.packed):
+                shared_s, global_s = self.scale_loader.partition(
+                    tma_s, coordinates_s, storage.scales.get_tensor(self.scale_loader.smem_layout())
+                )
             mask_a = None
             if cutlass.const_expr(share > 1):
                 mask_a = cutlass.Int16(((1 << share) - 1) << (part * share))
@@ -232,6 +277,14 @@ class SwappedGemm:
                     barrier = full + write.index
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(barrier, loader_a.stage_bytes + loader_b.stage_bytes)
+                    if cutlass.const_expr(self.packed):
+                        if k == 0 or (k_begin + k) % mxfp4.GROUP_STEPS == 0:
+                            with cute.arch.elect_one():
+                                cute.arch.mbarrier_expect_tx(barrier, self.scale_loader.slot_bytes)
+                            cute.copy(
+                                tma_s, global_s[(None, n_tile, (k_begin + k) // mxfp4.GROUP_STEPS)],
+                                shared_s[(None, 0, write.index)], tma_bar_ptr=barrier,
+                            )  # fmt: skip
                     cute.copy(
                         tma_b, global_b[(None, n_tile, k_begin + k)], shared_b[(None, write.index)], tma_bar_ptr=barrier
                     )
@@ -244,10 +297,17 @@ class SwappedGemm:
         else:
             # Consumers.
             consumer = cute.arch.make_warp_uniform(thread // WARPGROUP)
-            mma = mma_block.tiled_mma(loader_b, loader_a, self.tokens)
-            slice_ = mma.get_slice(0)
-            own_b = cute.local_tile(read_smem_b, (ROWS, loader_b.tile_k, self.num_stages), (consumer, 0, 0))
-            operand_b = mma.make_fragment_A(slice_.partition_A(own_b))
+            if cutlass.const_expr(self.packed):
+                mma = mma_block.tiled_mma(loader_a, loader_a, self.tokens, True)
+                slice_ = mma.get_slice(0)
+                operand_b = cute.make_rmem_tensor(mma.partition_shape_A((ROWS, mxfp4.STEP)), loader_a.dtype)
+                words_b = cute.recast_tensor(operand_b, Int32)
+                alpha = alpha * Float32(2.0**mxfp4.SHIFT)
+            else:
+                mma = mma_block.tiled_mma(loader_b, loader_a, self.tokens)
+                slice_ = mma.get_slice(0)
+                own_b = cute.local_tile(read_smem_b, (ROWS, loader_b.tile_k, self.num_stages), (consumer, 0, 0))
+                operand_b = mma.make_fragment_A(slice_.partition_A(own_b))
             operand_a = mma.make_fragment_B(slice_.partition_B(smem_a))
             acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tokens)), Float32)
             total = acc
@@ -266,7 +326,27 @@ class SwappedGemm:
                 n_tile = tile // tiles_m
                 m_tile = tile - n_tile * tiles_m
                 n_tile = n_tile * share + column
-                if cutlass.const_expr(self.promote):
+                if cutlass.const_expr(self.packed):
+                    acc.fill(0.0)
+                    row = consumer * ROWS + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
+                    for k in cutlass.range(k_count, unroll=1):
+                        cute.arch.mbarrier_wait(full + read.index, read.phase)
+                        if k == 0 or (k_begin + k) % mxfp4.GROUP_STEPS == 0:
+                            buffer = storage.scales.data_ptr() + read.index * self.scale_loader.block_elements
+                            mxfp4.load_scales(scale_words, buffer, row)
+                        codes = mxfp4.load_codes(storage.b.data_ptr() + read.index * loader_b.stage_bytes, row)
+                        warpgroup.wait_group(0)
+                        if k > 0:
+                            self.release(empty + release.index, part, thread)
+                            release.advance()
+                        mxfp4.convert(words_b, codes, scale_words, (k_begin + k) % mxfp4.GROUP_STEPS, thread % 32)
+                        warpgroup.fence()
+                        mma_block.multiply_registers(mma, acc, operand_b, operand_a, read.index)
+                        read.advance()
+                    warpgroup.wait_group(0)
+                    self.release(empty + release.index, part, thread)
+                    release.advance()
+                elif cutlass.const_expr(self.promote):
                     total.fill(0.0)
                     rows, columns = self.scale_offsets(
                         M, N, m_tile * self.tokens, n_tile * self.rows + consumer * ROWS, k_tiles, thread % WARPGROUP

@@ -1,0 +1,96 @@
+"""Weights in MXFP4 on their way to wgmma: packed e2m1 codes and e8m0 scales in shared memory, bf16 operands in registers.
+
+A code's magnitude bits, put where bf16 keeps the last two bits of its exponent and the first of its mantissa, are a bf16 number:
+the code's value times 2^-126, subnormals included. One multiplication by a power of two makes value * scale * 2^-SHIFT of it,
+exactly; the sums are multiplied by 2^SHIFT at the end. Without the shift a scale of 4 would be out of bf16's range. With it,
+scales from 2^-108 to 2^25 are exact; above them the products are infinite or NaN, below them they round to multiples of 2^-109.
+"""
+
+from cutlass import Int32, cute
+
+from fourwave.blocks.cutedsl.access import assembly
+
+STEP = 128  # k of a stage
+ROW_BYTES = STEP // 2  # of codes
+BLOCK = 32  # k of a scale
+GROUP = 16  # scales that are loaded together: 16 bytes of a row, 512 k
+GROUP_STEPS = GROUP * BLOCK // STEP
+SHIFT = 24
+_BIAS = 126 - SHIFT  # a scale's code plus this is the exponent field of the factor
+
+
+def _load_quad(address):
+    """Four words from shared memory."""
+    return assembly("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [address], 4, True)
+
+
+def _factors(word):
+    """The four factors in bf16, each twice, of the four scale codes in `word`."""
+    text = (
+        "{ .reg .b32 t, u; "
+        "prmt.b32 t, $4, 0, 0x4140; mad.lo.u32 t, t, 128, $5; min.u16x2 t, t, $6; "
+        "prmt.b32 u, $4, 0, 0x4342; mad.lo.u32 u, u, 128, $5; min.u16x2 u, u, $6; "
+        "prmt.b32 $0, t, 0, 0x1010; prmt.b32 $1, t, 0, 0x3232; prmt.b32 $2, u, 0, 0x1010; prmt.b32 $3, u, 0, 0x3232; }"
+    )
+    bias, infinity = Int32(_BIAS * 128 * 0x10001), Int32(0x7F807F80)
+    return assembly(text, "=&r,=&r,=&r,=&r,r,r,r", [word, bias, infinity], 4)
+
+
+def _pair(word, selector, factor):
+    """The two codes in byte lane % 4 of `word`, times factor, as bf16 pair. selector: 0x4440 + lane % 4."""
+    text = (
+        "{ .reg .b32 x, y, z; prmt.b32 x, $1, 0, $2; "
+        "mul.lo.u32 y, x, 0x01001000; "  # bits 3 and 7, the signs, to 15 and 31
+        "mul.lo.u32 z, x, 0x00040040; "  # bits 0..2 and 4..6 to 6..8 and 22..24
+        "and.b32 z, z, 0x01C001C0; lop3.b32 z, y, 0x80008000, z, 0xEA; "  # (y & signs) | z
+        "mul.rn.bf16x2 $0, z, $3; }"
+    )
+    return assembly(text, "=r,r,r,r", [word, selector, factor])
+
+
+def _select(step, number, this, other):
+    """`this` where step == number, else `other`."""
+    text = "{ .reg .pred p; setp.eq.s32 p, $1, $2; selp.b32 $0, $3, $4, p; }"
+    return assembly(text, "=r,r,r,r,r", [step, Int32(number), this, other])
+
+
+# What follows runs while a kernel is traced: nothing in it depends on values, and its loops are unrolled.
+
+
+def load_codes(base: cute.Pointer, row: Int32) -> list[list[Int32]]:
+    """Codes of rows `row` and row + 8 of a tile of ROW_BYTES per row, each row as 4 times 4 words. Its 16-byte chunks lie as
+    TMA's 64-byte swizzle puts them: number xor row / 2 % 4."""
+    address = base.toint().to(Int32) + row * ROW_BYTES
+    swizzle = row // 2 % 4
+    return [
+        _load_quad(address + (half * 8 * ROW_BYTES + (Int32(block) ^ swizzle) * 16))
+        for half in range(2)
+        for block in range(4)
+    ]
+
+
+def load_scales(scales: cute.Tensor, base: cute.Pointer, row: Int32) -> None:
+    """scales: 8 Int32, filled with the GROUP scale codes of each of rows `row` and row + 8 of a tile."""
+    address = base.toint().to(Int32) + row * GROUP
+    for half in range(2):
+        for i, word in enumerate(_load_quad(address + half * 8 * GROUP)):
+            scales[4 * half + i] = word
+
+
+def convert(fragment: cute.Tensor, codes: list[list[Int32]], scales: cute.Tensor, step: Int32, lane: Int32) -> None:
+    """Fill a 64 x STEP operand of wgmma in registers, of which this thread holds parts of two rows.
+
+    fragment  Int32, for each 16 k: the first and the second row's of k + 0..7, then of k + 8..15; a thread has 2 k of each 8
+    codes     as load_codes returns them
+    scales    as load_scales left them; step: which STEP of the group
+    """
+    selector = lane % 4 + 0x4440
+    for half in range(2):
+        word = scales[4 * half]
+        for i in range(1, GROUP_STEPS):
+            word = _select(step, i, scales[4 * half + i], word)
+        factors = _factors(word)
+        for block in range(STEP // BLOCK):
+            for chunk, codes_of_8 in enumerate(codes[4 * half + block]):
+                k16, upper = 2 * block + chunk // 2, chunk % 2
+                fragment[4 * k16 + 2 * upper + half] = _pair(codes_of_8, selector, factors[block])
