@@ -9,15 +9,18 @@ import pytest
 import torch
 
 from fourwave import sim
-from fourwave.blocks.flydsl.tiles import LDS_BYTES, REGISTERS, WORKGROUP, CodeTile, OperandTile
+from fourwave.blocks.flydsl.tiles import LDS_BYTES, REGISTERS, WORKGROUP, OperandTile
 from fourwave.ops.gemm.config import ARCHS, FLOAT8
 from fourwave.ops.grouped_gemm import amd
 from fourwave.ops.grouped_gemm.config import (
     SCALE_STEPS,
+    GroupedConfig,
     brings_scales,
     candidates,
     dequantizes,
     geometry,
+    in_memory,
+    is_mx,
     lds_bytes,
     scale_extents,
     tiles_per_step,
@@ -28,7 +31,10 @@ from fourwave.perf.grouped import compile_grouped_isa
 from fourwave.testing.grouped_cases import GroupedCase
 
 needs_flydsl = pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
-KINDS = ("forward", "preshuffled", "dgrad", "wgrad", "bf16 wgrad", "mx forward", "mx wgrad")
+KINDS = (
+    "forward", "preshuffled", "dgrad", "wgrad", "bf16 forward", "bf16 dgrad", "bf16 wgrad", "tensor forward", "tensor preshuffled",
+    "tensor dgrad", "tensor wgrad", "mx forward", "mx preshuffled", "mx dgrad", "mx wgrad",
+)  # fmt: skip
 
 
 def problem_of(arch: str, kind: str) -> GroupedProblem:
@@ -36,15 +42,17 @@ def problem_of(arch: str, kind: str) -> GroupedProblem:
         FLOAT8["gfx950" if kind.startswith("mx") else arch][0],
         ("1x128", "1x128" if kind == "wgrad" else "128x128"),
     )
+    if kind.startswith("tensor"):
+        scalings = ("tensor", "tensor")
     if kind.startswith("bf16"):
         codes, scalings = torch.bfloat16, (None, None)  # type: ignore[assignment]
     if kind.startswith("mx"):
         scalings = ("1x32", "1x32")
     split = "reduction" if kind.endswith("wgrad") else "rows"
-    layout = {"dgrad": "NN"}.get(kind, "NT" if split == "reduction" else "TN")
+    layout = "NT" if split == "reduction" else "NN" if kind.endswith("dgrad") else "TN"
     return GroupedProblem(
         8, 8192, 4096, 4096, split, layout, codes, codes, torch.bfloat16, device_type="cuda", a_scaling=scalings[0],
-        b_scaling=scalings[1], b_preshuffled=kind == "preshuffled",
+        b_scaling=scalings[1], b_preshuffled=kind.endswith("preshuffled"),
     )  # fmt: skip
 
 
@@ -91,25 +99,54 @@ def test_no_spills_and_the_loop_as_designed(arch, kind, index):
     assert loop.barriers == tiles and loop.stores == 0
     counted = [int(wait.split("vmcnt(")[1].split(")")[0]) for wait in loop.waits if "vmcnt" in wait]
     # Every scale once for the workgroup and step, with the operands of its K tiles.
-    codes = dequantizes(problem, arch)
-    per_tile = operand_loads(geo.a, codes)
-    per_tile += 2 * geo.frags_n if problem.b_preshuffled else operand_loads(geo.b, codes)
-    of_scales = 0
-    if brings_scales(problem, arch):
-        of_scales = sum(-(-extent * SCALE_STEPS // WORKGROUP) for _, extent in scale_extents(problem, config))
-    assert loop.loads + loop.loads_to_lds == tiles * per_tile + of_scales
+    per_tile = operand_loads(geo.a, problem, arch)
+    per_tile += 2 * geo.frags_n if problem.b_preshuffled else operand_loads(geo.b, problem, arch)
+    assert loop.loads + loop.loads_to_lds == tiles * per_tile + scale_loads(problem, config, arch)
     # Never a wait for everything, and never for what the last K tile but one has issued.
-    least = operand_loads(geo.a, codes) + (0 if problem.b_preshuffled else operand_loads(geo.b, codes))
+    least = operand_loads(geo.a, problem, arch)
+    least += 0 if problem.b_preshuffled else operand_loads(geo.b, problem, arch)
     assert counted and min(counted) >= (geo.num_stages - 2) * least if arch == "gfx950" else min(counted) >= least - 1
 
 
-def operand_loads(tile: OperandTile, codes: bool) -> int:
-    """Loads that bring one K tile of an operand; of codes that become bfloat16, with their scales."""
-    if not codes:
-        return tile.loads
-    tile = CodeTile.of(tile)
-    lines = [i * tile.lines_per_load for i in range(tile.loads)]
-    return tile.loads + len(set(lines if tile.k_contiguous else [line // 32 for line in lines]))
+def operand_loads(image: OperandTile, problem: GroupedProblem, arch: str) -> int:
+    """Loads that bring one K tile of an operand; of codes that become bfloat16, with their scales: of a row each, or of 16 columns."""
+    loads = in_memory(image, problem, arch).loads
+    return loads + (loads if image.k_contiguous else 1) * dequantizes(problem, arch)
+
+
+def scale_loads(problem: GroupedProblem, config: GroupedConfig, arch: str) -> int:
+    """Loads that bring to LDS the scales of a step of the main loop."""
+    if not brings_scales(problem, arch):
+        return 0
+    return sum(-(-extent * SCALE_STEPS // WORKGROUP) for _, extent in scale_extents(problem, config))
+
+
+@needs_flydsl
+@pytest.mark.parametrize(("arch", "kind", "index"), ALL)
+def test_what_moves_fewer_than_16_bytes_a_lane(arch, kind, index):
+    """Operands do not, but for gfx950's transposing reads, which have 8 bytes at most. Scales may: they have the strides that the caller
+    gave them, in either direction, and a workgroup's threads bring those of 512 of K together, once."""
+    problem = problem_of(arch, kind)
+    config = candidates(problem, arch)[index]
+    geo, narrow = geometry(problem, config, arch), dict(compiled(arch, kind, index).main_loop.narrow)
+    tiles, columns = tiles_per_step(problem, config, arch), [not problem.a_k_last, not problem.b_k_last]
+    if arch == "gfx950" and any(columns):
+        frags = sum(count for count, there in zip((geo.frags_m, geo.frags_n), columns, strict=True) if there)
+        reads = frags * geo.a.fragment_bytes // 8 * geo.num_slices * tiles
+        assert narrow.pop(f"ds_read_b64_tr_b{8 * problem.a_dtype.itemsize}") == reads
+    loads = scale_loads(problem, config, arch)
+    if dequantizes(problem, arch):
+        # Of a row each: a word, of which a K tile uses two bytes.
+        rows = (tile for tile, there in zip((geo.a, geo.b), columns, strict=True) if not there)
+        loads = tiles * sum(in_memory(tile, problem, arch).loads for tile in rows)
+    assert narrow.pop("buffer_load_dword", 0) == loads
+    if brings_scales(problem, arch):
+        # gfx942: what the loads brought, to LDS.
+        writes = narrow.pop("ds_write_b32", 0) + 2 * narrow.pop("ds_write2st64_b32", 0)
+        assert writes == (loads if arch == "gfx942" else 0)
+        if arch == "gfx950" and is_mx(problem):
+            narrow.pop("ds_read_u8", None)
+    assert not narrow
 
 
 def is_low(arch: str, kind: str, index: int) -> bool:

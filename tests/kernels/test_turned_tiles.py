@@ -13,6 +13,8 @@ from fourwave.blocks.flydsl.tiles import LDS_BANKS, bank_conflicts, read_b128_gr
 from fourwave.blocks.flydsl.turned_tiles import TurnedSource, TurnedTile
 from fourwave.ops.gemm.config import GemmConfig, candidates, candidates_for, operand_tiles
 from fourwave.ops.gemm.problem import GemmProblem
+from fourwave.ops.grouped_gemm import config as grouped_config
+from fourwave.testing.grouped_cases import GroupedCase
 
 ARCH = "gfx942"
 WRITE_GROUPS = [range(first, first + 8) for first in range(0, 64, 8)]
@@ -26,9 +28,23 @@ def dequantized() -> list[GemmConfig]:
     return candidates_for(problem, ARCH)
 
 
+def grouped() -> set[tuple[int, TurnedTile]]:
+    """Those of dgrad and wgrad."""
+    found = set()
+    for scaling in (None, "tensor", "blocks", "1x32"):
+        for kind in ("dgrad", "wgrad"):
+            problem = GroupedCase(kind, (3, 0, 2), 64, 256, scaling=scaling, fnuz=True).problem()
+            for config in grouped_config.candidates(problem, ARCH):
+                for tile in grouped_config.operand_tiles(problem, config, ARCH):
+                    if isinstance(tile, TurnedTile):
+                        found.add((problem.a_dtype.itemsize, tile))
+    return found
+
+
 # (bytes of an element in memory, image)
 TILES = sorted(
-    {
+    grouped()
+    | {
         (loaded, tile)
         for loaded, size, configs in (
             *((size, size, candidates(ARCH, size)) for size in (1, 2, 4)),
@@ -42,7 +58,7 @@ TILES = sorted(
     key=str,
 )
 IDS = [
-    f"{tile.extent}x{tile.tile_k}-{8 * loaded}-{8 * tile.elem_bytes}-{tile.group}-{tile.columns}-{tile.pairs}"
+    f"{tile.extent}x{tile.tile_k}-{8 * loaded}-{8 * tile.elem_bytes}-{tile.group}-{tile.columns}-{tile.pairs}-{tile.fragment_bytes}"
     for loaded, tile in TILES
 ]
 each_tile = pytest.mark.parametrize(("loaded", "tile"), TILES, ids=IDS)

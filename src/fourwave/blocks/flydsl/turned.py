@@ -12,7 +12,6 @@ half of the banks of four lanes as they are.
 from flydsl import expr as fx
 
 from fourwave.blocks.flydsl.dequantize import bfloat16_pairs, scale_factor
-from fourwave.blocks.flydsl.loaders import GlobalTile
 from fourwave.blocks.flydsl.memory import (
     ALL_BANKS,
     OUT_OF_RANGE,
@@ -43,10 +42,9 @@ _OWN_BYTES = (0x06020400, 0x03070105)
 class TurnedColumns:
     """An operand tile on its way through registers; the interface is that of loaders.StagedTile."""
 
-    def __init__(self, tensor, image, elem_bytes, row0, K, thread):
-        """image: TurnedTile; elem_bytes: in memory; the others as GlobalTile's."""
-        self.image, self.tile = image, image.in_memory(elem_bytes)
-        self.source = GlobalTile(tensor, self.tile, row0, K, thread)
+    def __init__(self, source, image, thread):
+        """source: GlobalTile of image.in_memory(...); image: TurnedTile."""
+        self.image, self.tile, self.source = image, source.tile, source
         self.plan, self.word_bits = self.tile.plan, self.tile.word_bits
         self.loads = self.values = self.tile.loads
         self.writes = image.loads
@@ -131,8 +129,8 @@ class TurnedCodes(TurnedColumns):
     16, and each uses those of the columns that it ends up with.
     """
 
-    def __init__(self, tensor, scale, image, code_format, row0, K, thread):
-        super().__init__(tensor, image, 1, row0, K, thread)
+    def __init__(self, source, scale, image, code_format, row0, K, thread):
+        super().__init__(source, image, thread)
         self.format, self.K, self.scale = code_format, K, scale
         if image.pairs:
             row0 = row0 >> 1
@@ -192,7 +190,8 @@ class TurnedFragments:
         assert count % tile.columns == 0, (count, tile)
         self.tile, self.count = tile, count
         self.dtype, self.elems = fmt.dtype, fmt.fragment_elems(CHUNK_BYTES)
-        self.reads = self.values = count
+        self.chunks = tile.fragment_bytes // CHUNK_BYTES
+        self.reads = self.values = count * self.chunks
         line = (first_row >> log2(tile.columns)) + lane % MMA_M
         # The swizzle reaches eight chunks: two reads of four lane groups.
         units = range(0, min(tile.chunks_per_line, 2 * LANE_GROUPS), LANE_GROUPS)
@@ -203,8 +202,8 @@ class TurnedFragments:
         columns, line_bytes = self.tile.columns, self.tile.line_bytes
         out = []
         for first in range(0, self.count, columns):
-            for part in range(columns):
-                unit = k_slice * columns + part
+            for part in range(self.chunks * columns):
+                unit = k_slice * self.chunks * columns + part
                 at = unit // len(self.bases) * (len(self.bases) * LANE_GROUPS * CHUNK_BYTES)
                 at += first // columns * MMA_M * line_bytes
                 base = self.bases[unit % len(self.bases)] + stage_offset
@@ -213,17 +212,23 @@ class TurnedFragments:
 
     def sort(self, values):
         """Fragments out of what read() returned: names of parts of registers."""
+        columns, fragments = self.tile.columns, []
+        for first in range(0, self.values, self.chunks * columns):
+            parts = [values[first + c * columns : first + (c + 1) * columns] for c in range(self.chunks)]
+            for q in range(columns):
+                chunks = [self._column(part, q) for part in parts]
+                fragments.append(
+                    chunks[0] if self.chunks == 1 else chunks[0].shuffle(chunks[1], list(range(2 * self.elems)))
+                )
+        return fragments
+
+    def _column(self, chunks, q):
+        """16 bytes of fragment q of those that share `chunks`."""
         columns, share = self.tile.columns, self.elems // self.tile.columns
         if columns == 1:
-            return values
-        fragments = []
-        for first in range(0, self.count, columns):
-            chunks = values[first : first + columns]
-            for q in range(columns):
-                if columns == 2:
-                    places = [*range(q * share, (q + 1) * share)]
-                    fragments.append(chunks[0].shuffle(chunks[1], places + [self.elems + place for place in places]))
-                else:
-                    assert share == 1, self.tile
-                    fragments.append(fx.Vector.from_elements([chunk[q] for chunk in chunks], self.dtype))
-        return fragments
+            return chunks[0]
+        if columns == 2:
+            places = [*range(q * share, (q + 1) * share)]
+            return chunks[0].shuffle(chunks[1], places + [self.elems + place for place in places])
+        assert share == 1, self.tile
+        return fx.Vector.from_elements([chunk[q] for chunk in chunks], self.dtype)

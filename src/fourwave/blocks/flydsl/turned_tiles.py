@@ -1,4 +1,4 @@
-"""LDS images of gfx942's operands whose K is not contiguous in memory. Host side.
+"""LDS images of gfx942's operands whose K is not contiguous in memory, dense and grouped. Host side.
 
 gfx942 has no transposing LDS reads. Such a tile is turned in registers between global memory and LDS (turned.py), so that both
 sides of LDS move 16 bytes a lane, without bank conflicts. A chunk of the image holds `columns` neighbouring fragments' elements
@@ -37,10 +37,10 @@ class TurnedTile(OperandTile):
     columns: int = 1  # that share a chunk; divides group
 
     @classmethod
-    def of(cls, extent, tile_k, elem_bytes, banks, group, pairs=0):
+    def of(cls, extent, tile_k, elem_bytes, banks, group, pairs=0, fragment_bytes=CHUNK_BYTES):
         """columns: what the matrix instruction allows, and the fragments that are woven."""
         columns = min(group, 4 if elem_bytes == 4 else 2)
-        return cls(extent, tile_k, False, elem_bytes, banks, group, pairs=pairs, columns=columns)
+        return cls(extent, tile_k, False, elem_bytes, banks, group, fragment_bytes, pairs=pairs, columns=columns)
 
     @property
     def chunk_k(self):

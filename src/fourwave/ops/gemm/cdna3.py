@@ -104,11 +104,13 @@ def build(spec, fmt, epi):
     def on_its_way(tensor, scale, tile, dtype, row0, K, thread):
         """An operand on its way to LDS."""
         if codes:
-            operand = tensor, scale, tile, code_format(dtype), row0, K, thread
-            return ScaledRows(*operand, kept=kept) if tile.k_contiguous else TurnedCodes(*operand)
+            operand = scale, tile, code_format(dtype), row0, K, thread
+            if tile.k_contiguous:
+                return ScaledRows(tensor, *operand, kept=kept)
+            return TurnedCodes(GlobalTile(tensor, tile.in_memory(1), row0, K, thread), *operand)
         if tile.k_contiguous:
             return StagedTile(GlobalTile(tensor, tile, row0, K, thread), fmt.dtype, thread)
-        return TurnedColumns(tensor, tile, tile.elem_bytes, row0, K, thread)
+        return TurnedColumns(GlobalTile(tensor, tile.in_memory(tile.elem_bytes), row0, K, thread), tile, thread)
 
     def fragments_of(tile, *which):
         return (Fragments if tile.k_contiguous else TurnedFragments)(tile, *which)

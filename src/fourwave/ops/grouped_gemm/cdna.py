@@ -14,7 +14,8 @@ from fourwave.blocks.flydsl.loaders import GlobalTile, StagedCodes, StagedTile
 from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, keep_order, minimum, select, uniform
 from fourwave.blocks.flydsl.mma import FORMATS
 from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
-from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, MMA_M, MMA_N, WAVE, WORKGROUP, CodeTile, log2
+from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, MMA_M, MMA_N, WAVE, WORKGROUP, log2
+from fourwave.blocks.flydsl.turned import TurnedCodes, TurnedColumns
 from fourwave.ops.gemm.config import code_format
 from fourwave.ops.grouped_gemm.config import block_scaled, brings_scales, dequantizes, scale_extents
 from fourwave.ops.grouped_gemm.preshuffle import K_BLOCK
@@ -117,12 +118,13 @@ class Work:
     num_k_tiles  K tiles there are
     """
 
-    def __init__(self, arguments, problem, geo, split=1, step_k=None, codes=False):
-        """split: parts of K, of whole steps of step_k (a step of the main loop); only where rows are split. codes: config.dequantizes."""
+    def __init__(self, arguments, problem, geo, split=1, step_k=None, codes=False, tiles=None):
+        """split: parts of K, of whole steps of step_k (a step of the main loop); only where rows are split. codes: config.dequantizes.
+        tiles: (a, b) as they lie in global memory, where that is not as geo has them."""
         self.arguments, self.problem, self.geo, self.split, self.step_k = arguments, problem, geo, split, step_k
         self.blocks, self.codes = block_scaled(problem), codes
         # As they lie in global memory.
-        self.tile_a, self.tile_b = (CodeTile.of(tile) if codes else tile for tile in (geo.a, geo.b))
+        self.tile_a, self.tile_b = tiles or (geo.a, geo.b)
         self.thread = fx.Int32(fx.thread_idx.x)
         self.lane = self.thread % WAVE
         self.wave = uniform(self.thread // WAVE)
@@ -205,7 +207,7 @@ class Work:
         """gfx942: a on its way through registers; dtype: of its elements."""
         tile = self.global_a()
         if not self.codes:
-            return StagedTile(tile, dtype, self.thread)
+            return self._staged(tile, self.geo.a, dtype)
         arguments = self.arguments
         scale = arguments.a_scale
         if self.problem.split == "rows":
@@ -214,13 +216,13 @@ class Work:
             view = matrix_view(scale, fx.Int64(0), end, columns, arguments.a_stride)
         else:
             view = self._scales_of_rows(scale, arguments.M, arguments.a_k_stride)
-        return GroupedCodes(tile, view, self.geo.a, code_format(self.problem.a_dtype), self.m0, self.k_end, self.thread)
+        return self._dequantized(tile, view, self.geo.a, self.problem.a_dtype, self.m0)
 
     def staged_b(self, dtype):
         """As staged_a."""
         tile = self.global_b()
         if not self.codes:
-            return StagedTile(tile, dtype, self.thread)
+            return self._staged(tile, self.geo.b, dtype)
         arguments = self.arguments
         scale = arguments.b_scale
         offset = self.weights * fx.Int64(arguments.b_group_stride)
@@ -232,7 +234,14 @@ class Work:
         else:
             blocks = self._scale_blocks(arguments.K)
             view = matrix_view(scale, offset, blocks, _whole_words(arguments.N), arguments.b_k_stride)
-        return GroupedCodes(tile, view, self.geo.b, code_format(self.problem.b_dtype), self.n0, self.k_end, self.thread)
+        return self._dequantized(tile, view, self.geo.b, self.problem.b_dtype, self.n0)
+
+    def _staged(self, tile, image, dtype):
+        return StagedTile(tile, dtype, self.thread) if image.k_contiguous else TurnedColumns(tile, image, self.thread)
+
+    def _dequantized(self, tile, scale, image, dtype, row0):
+        kind = GroupedCodes if image.k_contiguous else TurnedCodes
+        return kind(tile, scale, image, code_format(dtype), row0, self.k_end, self.thread)
 
     def _scales_of_rows(self, scale, columns, pitch):
         return matrix_view(scale, fx.Int64(0), self._scale_blocks(self.k_end), _whole_words(columns), pitch)
@@ -387,20 +396,18 @@ def _whole_words(columns):
 
 
 class GroupedCodes(StagedCodes):
-    """StagedCodes of the tile of codes `source`, which may be a LateTile.
+    """StagedCodes of the tile of codes `source`, whose K is contiguous.
 
-    Where K is contiguous, scales travel as words, and the byte is chosen when they are used: single bytes would be packed where they
-    are loaded, which waits for them.
+    Scales travel as words, and the byte is chosen when they are used: single bytes would be packed where they are loaded, which waits
+    for them.
     """
 
     def __init__(self, source, scale, image, code_format, row0, K, thread):
         super().__init__(source.tensor, scale, image, code_format, row0, K, thread)
         self.source = source
-        self.values += image.k_contiguous
+        self.values += 1  # which byte of the words
 
     def load(self, k0):
-        if not self.image.k_contiguous:
-            return super().load(k0)
         buffer, offsets = self.source.step(k0)
         codes = [buffer.load(offset, 4, fx.Int32) for offset in offsets]
         # A tile's 64 k are two bytes of one word.
@@ -418,10 +425,9 @@ class GroupedCodes(StagedCodes):
         return [*codes, *words, fx.Vector.filled(1, ((block & 3) + block_of_chunk) * 8, fx.Int32)]
 
     def store(self, values, lds, stage_offset):
-        if self.image.k_contiguous:
-            *values, shift = values
-            words = [fx.Int32(fx.Uint32(word[0]) >> fx.Uint32(shift[0])) for word in values[self.tile.loads :]]
-            values = [*values[: self.tile.loads], *(fx.Vector.filled(1, word, fx.Int32) for word in words)]
+        *values, shift = values
+        words = [fx.Int32(fx.Uint32(word[0]) >> fx.Uint32(shift[0])) for word in values[self.tile.loads :]]
+        values = [*values[: self.tile.loads], *(fx.Vector.filled(1, word, fx.Int32) for word in words)]
         super().store(values, lds, stage_offset)
 
 
@@ -431,7 +437,7 @@ class LateTile(GlobalTile):
     def __init__(self, tensor, tile, row0, K, thread, first):
         super().__init__(tensor, tile, row0, K, thread)
         self.first = first
-        line = thread // tile.chunks_per_line
+        line, _ = tile.first_chunk(thread)
         self.lines = [tile.source_row(line + i * tile.lines_per_load) for i in range(tile.loads)]
 
     def step(self, k0):

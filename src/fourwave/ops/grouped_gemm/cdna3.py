@@ -1,6 +1,7 @@
 """Four-wave grouped GEMM for CDNA3 (gfx942): the products of cdna4.py, 8-bit floats being fnuz.
 
-Data moves as in ops/gemm/cdna3.py: operand tiles go from global memory to registers and from there to swizzled LDS;
+Data moves as in ops/gemm/cdna3.py: operand tiles go from global memory to registers and from there to swizzled LDS, turned on the
+way where K is not contiguous, so that operands move 16 bytes a lane everywhere and K is added in one order in all layouts;
 preshuffled weights go straight to registers, B_TILES_AHEAD K tiles ahead. Where blocks of 128 k have scales, a fragment is all
 128 of them, four v_mfma_f32_16x16x32 each, summed in registers of their own; these times the block's scales are added to
 the sums.
@@ -14,8 +15,8 @@ Schedule, K tile k, with two LDS buffers and AHEAD more tiles in registers; a st
 The compiler counts the waits for the loads, since their results are ordinary registers.
 Every wave of a workgroup passes every barrier equally often.
 
-Blocks of 32 k with e8m0 scales: codes, in OCP formats, become bfloat16 between registers and LDS (loaders.StagedCodes) and are multiplied
-as such. In wgrad the first K tile begins with the block that the group begins in.
+Blocks of 32 k with e8m0 scales: codes, in OCP formats, become bfloat16 between registers and LDS (loaders.StagedCodes,
+turned.TurnedCodes) and are multiplied as such. In wgrad the first K tile begins with the block that the group begins in.
 
 Limits  config.py, amd.py
 Source  as ops/gemm/cdna3.py; order of preshuffled weights: preshuffle.py
@@ -34,8 +35,16 @@ from fourwave.blocks.flydsl.memory import barrier, interleave, keep_order, wait_
 from fourwave.blocks.flydsl.mma import WaveMma
 from fourwave.blocks.flydsl.schedule import num_tiles
 from fourwave.blocks.flydsl.tiles import WORKGROUP
+from fourwave.blocks.flydsl.turned import TurnedFragments
 from fourwave.ops.grouped_gemm.cdna import Work, epilogue, launcher, operand_format, scale_parts
-from fourwave.ops.grouped_gemm.config import B_TILES_AHEAD, brings_scales, dequantizes, geometry, tiles_per_step
+from fourwave.ops.grouped_gemm.config import (
+    B_TILES_AHEAD,
+    brings_scales,
+    dequantizes,
+    geometry,
+    in_memory,
+    tiles_per_step,
+)
 
 ARCH = "gfx942"
 NUM_STAGES = 2  # LDS buffers per operand
@@ -63,8 +72,12 @@ def build(spec):
     def grouped_gemm_cdna3(arguments):
         lds = fx.SharedAllocator().allocate(Storage).peek().tiles.ptr
         step_k = per_step * config.tile_k
-        work = Work(arguments, problem, geo, config.split_k, step_k, dequantizes(problem, ARCH))
+        tiles = [in_memory(tile, problem, ARCH) for tile in (geo.a, geo.b)]
+        work = Work(arguments, problem, geo, config.split_k, step_k, dequantizes(problem, ARCH), tiles)
         when(work.active, lambda: compute(work, lds))
+
+    def fragments_of(tile, *which):
+        return (Fragments if tile.k_contiguous else TurnedFragments)(tile, *which)
 
     def compute(work, lds):
         lane, thread = work.lane, work.thread
@@ -72,8 +85,10 @@ def build(spec):
         global_b: Any = work.global_b() if direct_b else None
         staged_b: Any = None if direct_b else work.staged_b(fmt.dtype)
         moving = (staged_a,) if direct_b else (staged_a, staged_b)
-        fragments_a = Fragments(geo.a, fmt, work.wave_m * geo.wave_tile_m, geo.frags_m, lane)
-        fragments_b: Any = None if direct_b else Fragments(geo.b, fmt, work.wave_n * geo.wave_tile_n, geo.frags_n, lane)
+        fragments_a: Any = fragments_of(geo.a, fmt, work.wave_m * geo.wave_tile_m, geo.frags_m, lane)
+        fragments_b: Any = (
+            None if direct_b else fragments_of(geo.b, fmt, work.wave_n * geo.wave_tile_n, geo.frags_n, lane)
+        )
         if blocks:
             mma: Any = BlockMma(fmt, ARCH, geo.frags_m, geo.frags_n, PARTS)
             place = bytes_a + bytes_b

@@ -21,6 +21,7 @@ from fourwave.blocks.flydsl.tiles import (
     Geometry,
     OperandTile,
 )
+from fourwave.blocks.flydsl.turned_tiles import TurnedTile
 from fourwave.ops.gemm.config import (
     ARCHS,
     FLOAT8,
@@ -154,8 +155,11 @@ def operand_tiles(problem: GroupedProblem, config: GroupedConfig, arch: str) -> 
         fragments = extent // waves // 16
         if k_contiguous:
             group = 2 if pairs and fragments % 2 == 0 else 1
+        elif arch == "gfx942":
+            group = next(g for g in (4, 2, 1) if fragments % g == 0)
+            return TurnedTile.of(extent, config.tile_k, size, banks, group, fragment_bytes=fragment)
         else:
-            group = next(g for g in (4, 2, 1) if fragments % g == 0) if arch == "gfx942" else 1
+            group = 1
         return OperandTile(extent, config.tile_k, k_contiguous, size, banks, group, fragment)
 
     # All four waves load: of a tile of 16 rows, half of them nothing.
@@ -165,6 +169,13 @@ def operand_tiles(problem: GroupedProblem, config: GroupedConfig, arch: str) -> 
         tile(rows, config.waves_m, problem.a_k_last, False),
         tile(config.tile_n, config.waves_n, problem.b_k_last, True),
     )
+
+
+def in_memory(tile: OperandTile, problem: GroupedProblem, arch: str) -> OperandTile:
+    """The tile as it lies in global memory."""
+    if isinstance(tile, TurnedTile):
+        return tile.in_memory(problem.a_dtype.itemsize)
+    return CodeTile.of(tile) if dequantizes(problem, arch) else tile
 
 
 def geometry(problem: GroupedProblem, config: GroupedConfig, arch: str) -> Geometry:
@@ -435,7 +446,7 @@ def _why_config_unsupported(problem: GroupedProblem, config: GroupedConfig, arch
         return f"tile_m={config.tile_m}: with scales of columns, more than 128 rows need more registers than there are"
     a, b = operand_tiles(problem, config, arch)
     for each in (a, b)[: 1 if problem.b_preshuffled else 2]:
-        loaded = CodeTile.of(each) if dequantizes(problem, arch) else each
+        loaded = in_memory(each, problem, arch)
         if (reason := each.problem() or loaded.problem()) is not None:
             return reason
     lds = lds_bytes(problem, config, arch)
