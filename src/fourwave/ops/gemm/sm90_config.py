@@ -435,7 +435,7 @@ _SPLIT_SECONDS, _TURN_SECONDS, _SHARE_SECONDS = 0.58e-6, 0.024e-6, 0.15e-6
 _CONVERT_SECONDS = {64: 0.27e-6, 128: 0.44e-6}  # of a stage of MXFP4, by rows, with 8 tokens
 _STORE_SECONDS = 0.8e-6  # of a 256x128 tile, where nothing else runs meanwhile
 _RATES = {
-    HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_BLOCKS: 0.99, PROMOTING_SQUARE: 0.92, PROMOTING_LOW: 0.52
+    HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_BLOCKS: 0.95, PROMOTING_SQUARE: 0.92, PROMOTING_LOW: 0.52
 }  # fmt: skip
 # SQUARE hides its stores and reads more shared memory per product than WIDE. The first outweighs the second where tiles
 # are short and the chip is at its power limit, which a BF16 call of less than half a millisecond does not bring it to.
