@@ -28,9 +28,9 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def check(case: GemmCase, target: Target, config: GemmConfig | None = None) -> None:
-    if target.backend == "hopper" and case.dtype == FP32:
-        pytest.skip("its kernels take bf16 and fp16")
-    result = case.run(target.backend, device=target.device, config=config)
+    # Hopper's matrix unit cuts off where float32 rounds, and products of small parts of float32 are left out.
+    u_acc = bounds.U_FP32 * (2 if target.backend == "hopper" and case.dtype == FP32 else 1)
+    result = case.run(target.backend, device=target.device, config=config, u_acc=u_acc)
     assert result.guards is None, f"{case}: {result.guards}"
     assert result.ratio <= 1, f"{case}: {result.ratio:.3g} times the bound at {list(result.worst)}"
 

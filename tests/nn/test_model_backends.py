@@ -26,37 +26,24 @@ RECIPES = {
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 # Frobenius norm of the difference over that of native's tensor, by dtype: unquantized, quantized.
 LIMITS = {FP32: (2e-6, 5e-3), FP16: (2e-3, 1e-2), BF16: (1e-2, 2e-2)}
+# Hopper's matrix unit cuts off where float32 rounds.
+FLOAT32_ON_HOPPER = 1e-5
+# Second step of delayed scaling, 16-bit input: where an amax differs by a last bit, so does the scale, and then every code rounds
+# otherwise, with the noise of e5m2.
+OTHER_SCALES = 0.1
 SEQUENCE = 32
 # width, hidden width of the MLP, heads, layers
 SIZES = {"small": (64, 96, 2, 1), "wide": (128, 64, 4, 1), "deep": (64, 64, 2, 3)}
 VOCABULARY = 32
 
 
-class PlainMLP(torch.nn.Module):
-    """LayerNormMLP for backends that have no such epilogue."""
-
-    def __init__(self, width: int, hidden: int, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.fc1 = fw.nn.LayerNormLinear(width, hidden, bias=False, params_dtype=dtype)
-        self.fc2 = fw.nn.Linear(hidden, width, bias=False, params_dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(F.silu(self.fc1(x)))
-
-
 class Block(torch.nn.Module):
-    """plain: no biases and no activation in a product's epilogue."""
-
-    def __init__(self, width: int, hidden: int, heads: int, dtype: torch.dtype, plain: bool) -> None:
+    def __init__(self, width: int, hidden: int, heads: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = fw.nn.LayerNormLinear(width, 3 * width, not plain, normalization="RMSNorm", params_dtype=dtype)
-        self.out = fw.nn.Linear(width, width, not plain, params_dtype=dtype)
-        self.mlp: torch.nn.Module = (
-            PlainMLP(width, hidden, dtype)
-            if plain
-            else fw.nn.LayerNormMLP(width, hidden, activation="swiglu", params_dtype=dtype)
-        )
+        self.qkv = fw.nn.LayerNormLinear(width, 3 * width, normalization="RMSNorm", params_dtype=dtype)
+        self.out = fw.nn.Linear(width, width, params_dtype=dtype)
+        self.mlp = fw.nn.LayerNormMLP(width, hidden, activation="swiglu", params_dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, width = x.shape
@@ -67,10 +54,10 @@ class Block(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    def __init__(self, size: str, dtype: torch.dtype, plain: bool = False) -> None:
+    def __init__(self, size: str, dtype: torch.dtype) -> None:
         super().__init__()
         width, hidden, heads, layers = SIZES[size]
-        self.blocks = torch.nn.Sequential(*(Block(width, hidden, heads, dtype, plain) for _ in range(layers)))
+        self.blocks = torch.nn.Sequential(*(Block(width, hidden, heads, dtype) for _ in range(layers)))
         self.head = fw.nn.Linear(width, VOCABULARY, bias=False, params_dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +79,7 @@ def batch_of(size: str, batch: int, dtype: torch.dtype, step: int, device: str) 
 
 
 def run(model: Any, size: str, batch: int, dtype: torch.dtype, recipe: str, target: Target) -> dict[str, torch.Tensor]:
-    """Results of two steps, by name, on the CPU."""
+    """Results of two steps, by name, on the CPU. dtype: of the input; the parameters may have another."""
     model = copy.deepcopy(model).to(target.device)
     found: dict[str, torch.Tensor] = {}
     for step in range(2):
@@ -128,15 +115,40 @@ def limit(recipe: str, dtype: torch.dtype) -> float:
     return LIMITS[dtype][recipe != "unquantized"]
 
 
+def limit_of(name: str, target: Target, recipe: str, dtype: torch.dtype) -> float:
+    """Of one tensor of `run`."""
+    if target.backend == "hopper" and dtype == FP32 and recipe == "unquantized":
+        return FLOAT32_ON_HOPPER
+    if recipe == "delayed" and dtype != FP32 and name.endswith("1"):
+        return OTHER_SCALES
+    return limit(recipe, dtype)
+
+
 Case = tuple[str, int, torch.dtype, str]  # size, batch, dtype of parameters and input, recipe
 
+# What a GPU's kernels do not multiply, in the words of the refusal. Everything else runs.
+REFUSED = {("gfx942", "mxfp4"): "packed e2m1 operands: gfx942 has no matrix instruction for them"}
 
-def compare(target: Target, case: Case, caplog: pytest.LogCaptureFixture, plain: bool) -> None:
+
+def gpu_of(target: Target) -> str:
+    if target.backend == "flydsl":
+        return str(torch.cuda.get_device_properties(0).gcnArchName).split(":")[0]
+    return target.backend.partition(":")[2]
+
+
+def compare(
+    target: Target, case: Case, caplog: pytest.LogCaptureFixture, params_dtype: torch.dtype | None = None
+) -> None:  # fmt: skip
     size, batch, dtype, recipe = case
     torch.manual_seed(0)
-    model = Model(size, dtype, plain)
+    model = Model(size, params_dtype or dtype)
+    refused = REFUSED.get((gpu_of(target), recipe))
+    if refused is not None:
+        with pytest.raises(NotImplementedError, match=refused):
+            run(model, size, batch, dtype, recipe, target)
+        return
     with pytest.MonkeyPatch.context() as patch:
-        if target.backend == "sim:gfx942":
+        if gpu_of(target) == "gfx942":
             patch.setattr(base, "_fnuz", lambda *_: True)  # that GPU's 8-bit floats are other ones
         right = run(model, size, batch, dtype, recipe, Target("native", target.device))
     caplog.clear()
@@ -146,12 +158,13 @@ def compare(target: Target, case: Case, caplog: pytest.LogCaptureFixture, plain:
     assert len(records) == 2 * model.products
     assert all(f": {target.backend} (" in record for record in records), records
     far = distances(found, right)
-    worst = max(far, key=far.__getitem__)
-    assert far[worst] <= limit(recipe, dtype), (worst, far[worst])
+    outside = {name: each for name, each in far.items() if each > limit_of(name, target, recipe, dtype)}
+    assert not outside, outside
 
 
 QUICK = [
     ("small", 2, BF16, "delayed"), ("small", 1, BF16, "unquantized"), ("wide", 1, FP32, "mxfp8"), ("small", 3, FP16, "delayed"),
+    ("small", 1, BF16, "mxfp4"),
 ]  # fmt: skip
 ALL = [
     (size, batch, dtype, recipe)
@@ -162,31 +175,32 @@ ALL = [
 ]
 
 
-def same_or_refused(target: Target, case: Case, caplog: pytest.LogCaptureFixture) -> None:
+def skip_what_is_compared_with(target: Target) -> None:
     if target.backend == "native":
         pytest.skip("what the others are compared with")
-    try:
-        compare(target, case, caplog, plain=False)
-    except NotImplementedError as why:
-        try:
-            compare(target, case, caplog, plain=True)
-        except NotImplementedError:
-            pytest.skip(f"{target.backend} says: {why}")
-        pytest.skip(f"the model without biases and epilogues is right; of the whole one {target.backend} says: {why}")
 
 
 @pytest.mark.parametrize(
     "case", [QUICK[0], *(pytest.param(case, marks=pytest.mark.slow) for case in QUICK[1:])], ids=str
 )
 def test_a_model_on_each_backend(target: Target, case: Case, caplog: pytest.LogCaptureFixture) -> None:
-    same_or_refused(target, case, caplog)
+    skip_what_is_compared_with(target)
+    compare(target, case, caplog)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", [case for case in ALL if case not in QUICK], ids=str)
 def test_models_on_each_backend(target: Target, case: Case, caplog: pytest.LogCaptureFixture) -> None:
-    same_or_refused(target, case, caplog)
+    skip_what_is_compared_with(target)
+    compare(target, case, caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_float32_parameters_under_bfloat16(target: Target, recipe: str, caplog: pytest.LogCaptureFixture) -> None:
+    skip_what_is_compared_with(target)
+    compare(target, ("small", 1, BF16, recipe), caplog, params_dtype=FP32)
 
 
 @pytest.mark.parametrize("fault", ["dropped k", "scale of a block", "stale scales", "bias left out"])

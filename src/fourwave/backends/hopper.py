@@ -11,7 +11,7 @@ import torch
 
 from fourwave.backends import guard
 from fourwave.backends.base import Backend, Description
-from fourwave.ops.gemm import sm90_launch
+from fourwave.ops.gemm import sm90_decoded, sm90_launch
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
@@ -82,9 +82,7 @@ class HopperBackend(Backend):
             return f"the operands are on the {problem.device_type.upper()}, not on a Hopper GPU"
         if not _is_hopper(torch.cuda.current_device()):
             return f"the current device is a {torch.cuda.get_device_name()}; there are kernels for Hopper"
-        from fourwave.ops.gemm import sm90_config
-
-        return sm90_config.why_unsupported(problem, config)  # type: ignore[arg-type]
+        return sm90_decoded.why_unsupported(problem, config)  # type: ignore[arg-type]
 
     def why_not_automatic(self, problem: GemmProblem) -> str | None:
         from fourwave.ops.gemm import sm90_config
@@ -94,21 +92,31 @@ class HopperBackend(Backend):
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
         from fourwave.ops.gemm.sm90_config import default_config
 
+        plain = sm90_decoded.plain_problem(problem)
         reasons = ["config given by the caller"]
         chosen: object = config
         if config is None:
-            chosen, reasons = default_config(problem)
+            chosen, reasons = default_config(plain or problem)
+        if plain is not None:
+            reasons = [*sm90_decoded.describe(problem), *reasons]
         swapped = getattr(chosen, "schedule", None) == "swapped"
         return Description(f"ops/gemm/sm90{'_swapped' if swapped else ''}.py", ARCH, chosen, list(reasons))  # type: ignore[arg-type]
 
     def run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         device = tensors.a.device
         if device.index == torch.cuda.current_device():
-            return sm90_launch.run(problem, config, tensors)  # type: ignore[arg-type]
+            return self._run_gemm(problem, config, tensors)
         with torch.cuda.device(device):
-            return sm90_launch.run(problem, config, tensors)  # type: ignore[arg-type]
+            return self._run_gemm(problem, config, tensors)
+
+    def _run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
+        if sm90_decoded.decodes(problem):
+            return sm90_decoded.run(problem, config, tensors)  # type: ignore[arg-type]
+        return sm90_launch.run(problem, config, tensors)  # type: ignore[arg-type]
 
     def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
+        if sm90_decoded.decodes(problem):
+            return sm90_decoded.copies(problem, config, tensors)  # type: ignore[arg-type]
         return sm90_launch.copies(problem, config, tensors)  # type: ignore[arg-type]
 
     def why_quantize_unsupported(self, problem: QuantizeProblem) -> str | None:

@@ -1,0 +1,217 @@
+"""Products of operands that Hopper's matrix unit does not read: MX codes and float32, multiplied as bfloat16 (sm90_decode.py)."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fourwave.backends import cutedsl_cache, guard
+from fourwave.backends.cutedsl_call import PackedCall
+from fourwave.ops.gemm import sm90_config, sm90_launch
+from fourwave.ops.gemm.problem import PACKED_E2M1, GemmProblem, GemmTensors
+from fourwave.ops.gemm.sm90_config import HopperConfig
+
+ALIGN_BYTES = 16  # of rows of what is written, for TMA and for stores of 8 elements
+LINE = 8
+# Products of three parts of a and of b (sm90_decode): small ones first, since the matrix unit cuts off what is below a sum's last bit.
+SLICES = {"a": (2, 0, 1, 1, 0, 0), "b": (0, 2, 1, 0, 1, 0)}
+_CODES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2", PACKED_E2M1: "e2m1"}
+
+
+@dataclass(frozen=True)
+class DecodeSpec:
+    """Everything that is fixed when a kernel is compiled. The fields are those of sm90_decode.Decode."""
+
+    code: str | None
+    k_last: bool
+    whole_chunks: bool
+    slices: tuple[int, ...]
+
+
+_compiled: dict[DecodeSpec, PackedCall] = {}
+_lock = threading.Lock()  # CuTe DSL traces one function at a time
+
+# The launcher's run-time arguments (sm90_decode.Decode.__call__), in its order, with their formats.
+_ARGUMENTS = {
+    "x": "Q", "x_stride": "q", "scale": "Q", "out": "Q", "out_stride": "q", "copy_stride": "q", "R": "i", "C": "i", "rows": "i",
+    "columns": "i", "stream": "Q",
+}  # fmt: skip
+
+
+def decodes(problem: GemmProblem) -> bool:
+    """Whether there is a plain_problem; quick for those of which there is none."""
+    candidate = "1x32" in (problem.a_scaling, problem.b_scaling) or problem.a_dtype == torch.float32
+    return candidate and plain_problem(problem) is not None
+
+
+@functools.lru_cache(maxsize=sm90_launch.MAX_PLANS)
+def plain_problem(problem: GemmProblem) -> GemmProblem | None:
+    """The product of bfloat16 operands that stands for `problem`, without its bias gradient where that is summed apart; None
+    where the operands are read as they are, or not at all."""
+    if problem.a_dtype == problem.b_dtype == torch.float32 and problem.a_scaling is problem.b_scaling is None:
+        k = len(SLICES["a"]) * _padded(problem.K)
+        return replace(problem, a_dtype=torch.bfloat16, b_dtype=torch.bfloat16, K=k, bias_grad_dtype=None)
+    changes: dict[str, Any] = {}
+    if "1x32" in (problem.a_scaling, problem.b_scaling) and sm90_config.why_unsupported(problem, None) is None:
+        return None  # few rows with weights in MXFP4
+    for name in ("a", "b"):
+        if getattr(problem, f"{name}_scaling") == "1x32" and getattr(problem, f"{name}_dtype") in _CODES:
+            changes |= {f"{name}_dtype": torch.bfloat16, f"{name}_scaling": None}
+    return replace(problem, **changes) if changes else None
+
+
+def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | None:
+    """sm90_config.why_unsupported, of problems that are decoded too."""
+    plain = plain_problem(problem)
+    if plain is None:
+        return sm90_config.why_unsupported(problem, config)
+    if problem.bias_grad_dtype not in (None, *sm90_config.OUTPUTS):
+        return f"bias_grad is {problem.bias_grad_dtype}: the kernel writes float32, bfloat16 and float16"
+    reason = sm90_config.why_unsupported(plain, config)
+    return None if reason is None else f"with what is decoded in bfloat16: {reason}"
+
+
+def describe(problem: GemmProblem) -> list[str]:
+    """How the operands become those of `plain_problem`."""
+    if problem.a_dtype == problem.b_dtype == torch.float32:
+        return ["float32 operands as three bfloat16 each, six products along K (sm90_decode.py)"]
+    names = [name for name in ("a", "b") if getattr(problem, f"{name}_scaling") == "1x32"]
+    return [f"{' and '.join(names)} decoded into bfloat16, exactly, by a kernel of its own (sm90_decode.py)"]
+
+
+def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors) -> list[str]:
+    """As sm90_launch.run, on the current device."""
+    plain = plain_problem(problem)
+    if plain is None:
+        raise NotImplementedError(why_unsupported(problem, config))
+    a = _decoded(Operand.of(problem, "a"), tensors.a, tensors.a_scale)
+    b = _decoded(Operand.of(problem, "b"), tensors.b, tensors.b_scale)
+    sums = None if plain.bias_grad_dtype is problem.bias_grad_dtype else tensors.bias_grad
+    used = tensors._replace(a=a, b=b, a_scale=None, b_scale=None)
+    notes = sm90_launch.run(plain, config, used if sums is None else used._replace(bias_grad=None))
+    if sums is not None:
+        # Of the three parts of a, the first half of its copies, with a product that nobody reads.
+        k, n = plain.K // 2, min(LINE, problem.N)
+        out = torch.zeros(problem.M, n, dtype=torch.float32, device=a.device)
+        apart = GemmTensors(a[:k], b[:k, :n], out, bias_grad=sums)
+        notes += sm90_launch.run(_sums_problem(problem, k, n), None, apart)
+    return notes
+
+
+@functools.lru_cache(maxsize=sm90_launch.MAX_PLANS)
+def _sums_problem(problem: GemmProblem, k: int, n: int) -> GemmProblem:
+    return GemmProblem(
+        problem.M, n, k, "NT", torch.bfloat16, torch.bfloat16, torch.float32, accumulate=problem.accumulate,
+        device_type=problem.device_type, bias_grad_dtype=problem.bias_grad_dtype,
+    )  # fmt: skip
+
+
+def copies(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors) -> list[str]:
+    """What `run` would note about copies."""
+    plain = plain_problem(problem)
+    assert plain is not None
+    a, b = (
+        t if t.dtype == torch.bfloat16 else Operand.of(problem, name).target("meta")
+        for name, t in (("a", tensors.a), ("b", tensors.b))
+    )
+    return sm90_launch.copies(plain, config, tensors._replace(a=a, b=b, a_scale=None, b_scale=None))
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand as stored, [rows, columns], and what is written for it: `copies` of [copy_rows, copy_columns] beside each other
+    along the reduction."""
+
+    rows: int
+    columns: int
+    k_last: bool
+    slices: tuple[int, ...]
+
+    @staticmethod
+    def of(problem: GemmProblem, name: str) -> Operand:
+        k_last = problem.trans_b if name == "b" else not problem.trans_a
+        slices = SLICES[name] if problem.a_dtype == problem.b_dtype == torch.float32 else ()
+        return Operand(*(problem.b_shape if name == "b" else problem.a_shape), k_last, slices)
+
+    @property
+    def copy_rows(self) -> int:
+        return _padded(self.rows) if self.slices and not self.k_last else self.rows
+
+    @property
+    def copy_columns(self) -> int:
+        return _padded(self.columns) if self.slices and self.k_last else self.columns
+
+    def target(self, device: torch.device | str) -> torch.Tensor:
+        """The operand of plain_problem, not filled, its rows at multiples of 16 bytes."""
+        copies = len(self.slices) or 1
+        rows, columns = self.copy_rows, self.copy_columns
+        rows, columns = (rows, copies * columns) if self.k_last else (copies * rows, columns)
+        return torch.empty(rows, _padded(columns), dtype=torch.bfloat16, device=device)[:, :columns]
+
+
+def _decoded(operand: Operand, t: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """The operand of plain_problem; t itself where it is in bfloat16 already."""
+    if t.dtype == torch.bfloat16:
+        return t
+    code = None if t.dtype == torch.float32 else _CODES[t.dtype]
+    bits = 32 if code is None else 4 if code == "e2m1" else 8
+    stride = t.stride(0) * t.element_size()
+    whole = operand.columns % LINE == 0 and (t.data_ptr() | stride) % min(ALIGN_BYTES, LINE * bits // 8) == 0
+    out = operand.target(t.device)
+    row_bytes = 2 * out.stride(0)
+    copy_stride = 2 * operand.copy_columns if operand.k_last else operand.copy_rows * row_bytes
+    kernel = _kernel(DecodeSpec(code, operand.k_last, whole, operand.slices))
+    kernel.launch(
+        t.data_ptr(), stride, 0 if scale is None else scale.data_ptr(), out.data_ptr(), row_bytes, copy_stride, operand.rows,
+        operand.columns, operand.copy_rows, _padded(operand.copy_columns),
+        torch._C._cuda_getCurrentRawStream(t.device.index),
+    )  # fmt: skip
+    return out
+
+
+def _padded(length: int) -> int:
+    return -(-length // LINE) * LINE
+
+
+def _kernel(spec: DecodeSpec) -> PackedCall:
+    """Compiled at its first use, if no process has done so before."""
+    kernel = _compiled.get(spec)
+    if kernel is not None:
+        return kernel
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the kernel for {spec} is not compiled yet, and compiling inside a CUDA graph's capture is not possible: "
+            "warm up first, with one call of the same kind outside the capture"
+        )
+    with _lock:
+        kernel = _compiled.get(spec)
+        if kernel is None:
+            guard.import_cutlass()
+            compiled = cutedsl_cache.load(spec)
+            if compiled is None:
+                compiled = compile_kernel(spec)
+                cutedsl_cache.store(spec, compiled)
+            kernel = _compiled[spec] = PackedCall(compiled.to(None), _ARGUMENTS)
+    return kernel
+
+
+def compile_kernel(spec: DecodeSpec, *, keep: bool = False) -> Any:
+    """CuTe DSL's compiled function. Needs no GPU. keep: with the PTX and the cubin, also in the working directory."""
+    guard.import_cutlass()
+    import cuda.bindings.driver as cuda
+    from cutlass import Int32, Int64, cute
+
+    from fourwave.ops.gemm.sm90_decode import Decode
+
+    options = [cute.GPUArch("sm_90a")]
+    if keep:
+        options += [cute.KeepPTX(), cute.KeepCUBIN()]
+    kernel = Decode(spec.code, spec.k_last, spec.whole_chunks, spec.slices)
+    wide, size = Int64(ALIGN_BYTES), Int32(1)
+    return cute.compile[tuple(options)](
+        kernel, wide, wide, wide, wide, wide, wide, size, size, size, size, cuda.CUstream(0)
+    )  # fmt: skip
