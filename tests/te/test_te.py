@@ -50,9 +50,9 @@ def test_a_training_script() -> None:
 def test_recipes_are_the_packages_own() -> None:
     R = fw.recipes
     for mine, theirs in (
-        (R.DelayedScaling("e4m3", 1, 8, "most_recent", None, False), DelayedScaling(1, Format.E4M3, 8, "most_recent", None, False)),
-        (R.CurrentScaling(), recipe.Float8CurrentScaling()),
-        (R.CurrentScaling("hybrid", "pow2", "high_precision"), recipe.Float8CurrentScaling(True, backward_override="high_precision")),
+        (R.DelayedScaling("e4m3", 1, 8, "most_recent", None, False, True), DelayedScaling(1, Format.E4M3, 8, "most_recent", None, False)),
+        (R.CurrentScaling(fast_accum=True), recipe.Float8CurrentScaling()),
+        (R.CurrentScaling("hybrid", "pow2", "high_precision", True), recipe.Float8CurrentScaling(True, backward_override="high_precision")),
         (R.BlockScaling(), recipe.Float8BlockScaling()),
         (R.BlockScaling(scale="fp32", weight_block="1x128"), recipe.Float8BlockScaling(True, w_block_scaling_dim=1)),
         (R.MXFP8("e4m3", "ceil"), recipe.MXFP8BlockScaling()),
@@ -208,16 +208,16 @@ def test_grouped_linear() -> None:
 def test_what_is_not_here_is_told() -> None:
     for refused in (
         lambda: te.Linear(4, 4, tp_size=2),
-        lambda: te.LayerNormMLP(4, 4, sequence_parallel=True),
-        lambda: te.LayerNormLinear(4, 4, parallel_mode="column"),
+        lambda: te.LayerNormMLP(4, 4, sequence_parallel=True, tp_size=2),
+        lambda: te.LayerNormLinear(4, 4, parameters_split=("q", "k")),
+        lambda: te.LayerNormMLP(4, 4, activation="swiglu", activation_params={"limit": 7.0}),
         lambda: te.LayerNormMLP(4, 4, activation="srelu"),
         lambda: te.GroupedLinear(2, 4, 4, return_bias=True),
-        lambda: te.LayerNorm((4, 4)),
     ):
         with pytest.raises(NotImplementedError):
             refused()
     with pytest.raises(TypeError, match="in_feature"):
-        te.Linear(4, 4, in_feature=3)
+        te.Linear(4, 4, in_feature=3)  # type: ignore[call-arg]
 
 
 def test_initial_values_norms_and_checkpoint() -> None:

@@ -3,12 +3,16 @@
     import fourwave.te as te                                      # import transformer_engine.pytorch as te
     from fourwave.te.recipe import DelayedScaling, Format         # from transformer_engine.common.recipe import ...
 
-Arguments that ask for what is not here (tensor parallelism, communication overlap, attention) raise NotImplementedError at
-their first use, and are taken where they have their defaults. docs/modules.md lists what is here.
+Arguments that ask for what is not here (several tensor-parallel ranks, attention) raise NotImplementedError at their first use.
+They are taken where they have their defaults, and where they change nothing in Transformer Engine either. docs/modules.md
+lists what is here.
 """
+
+from typing import Any
 
 from fourwave.te import recipe
 from fourwave.te.gemm import general_gemm, general_grouped_gemm
+from fourwave.te.missing import instead_of
 from fourwave.te.modules import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from fourwave.te.quantization import (
     autocast,
@@ -16,6 +20,7 @@ from fourwave.te.quantization import (
     fp8_autocast,
     fp8_model_init,
     get_default_recipe,
+    is_bf16_available,
     is_fp8_available,
     is_fp8_block_scaling_available,
     is_mxfp8_available,
@@ -25,6 +30,10 @@ from fourwave.te.quantization import (
 
 __all__ = [
     "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm", "autocast", "checkpoint", "fp8_autocast",
-    "fp8_model_init", "general_gemm", "general_grouped_gemm", "get_default_recipe", "is_fp8_available",
-    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "quantized_model_init", "recipe",
+    "fp8_model_init", "general_gemm", "general_grouped_gemm", "get_default_recipe", "is_bf16_available",
+    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "quantized_model_init", "recipe",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(instead_of(name))

@@ -8,6 +8,7 @@ NT  out = B.T @ A    wgrad, A the input, B the gradient of the output
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -95,45 +96,65 @@ def _preactivation(
 
 
 def general_grouped_gemm(
-    A: list[Any],
-    B: list[Any],
-    out: list[Tensor],
-    quantization_params: list[Any] | None,
+    A: Sequence[Any],
+    B: Sequence[Any],
+    out: Sequence[Tensor | None],
+    quantization_params: Sequence[Any] | None,
     out_dtype: torch.dtype,
     layout: str = "TN",
-    m_splits: list[int] | None = None,
+    m_splits: Sequence[int] | None = None,
     gelu: bool = False,
     grad: bool = False,
     accumulate: bool = False,
-    bias: list[Tensor] | None = None,
+    bias: Sequence[Tensor] | None = None,
     use_bias: bool = False,
     use_split_accumulator: bool = False,
     D_dtype: Any = None,
     single_output: bool = False,
 ) -> tuple[Any, list[Tensor | None], list[Tensor | None]]:
-    """(out, biases or their gradients, gelu inputs): general_gemm of each pair, written into `out`.
+    """(results, biases or their gradients, gelu inputs): general_gemm of each pair.
 
-    out     one tensor for each pair; with single_output a list of one, whose rows are those of all pairs (m_splits)
+    out     what the results are written into, one tensor for each pair, or None where a new one is wanted; with single_output a
+            list of one, whose rows are those of all pairs (m_splits)
+    bias    with use_bias: added; with grad, it says the dtypes of the bias gradients (default: those of the results)
     """
     if any(each is not None for each in quantization_params or []):
         raise NotImplementedError("quantization_params: outputs are not quantized here")
     if len(A) != len(B):
         raise ValueError(f"{len(A)} matrices A and {len(B)} B")
+    if use_bias and bias is None and not grad:
+        raise ValueError("use_bias=True and bias is None: give one bias for each pair")
+    whole = None
     if single_output:
         if m_splits is None:
             raise ValueError("single_output needs m_splits")
-        parts = list(out[0].split([int(m) for m in m_splits]))
+        rows = [int(m) for m in m_splits]
+        if len(out) != 1:
+            raise ValueError(f"single_output with {len(out)} outputs: out is a list of one")
+        whole = out[0]
+        if whole is None:
+            if not A:
+                raise ValueError("single_output of no pairs: give out, whose shape nothing else says")
+            columns = A[0].shape[0 if layout == "TN" else 1]
+            whole = torch.empty(sum(rows), columns, dtype=out_dtype, device=B[0].device)
+        parts = list(whole.split(rows))
     else:
         parts = list(out)
     if len(parts) != len(A):
         raise ValueError(f"{len(A)} pairs of matrices and {len(parts)} outputs")
+    results: list[Tensor] = []
     biases: list[Tensor | None] = []
     inputs: list[Tensor | None] = []
     for i, (a, b, part) in enumerate(zip(A, B, parts, strict=True)):
-        _, bias_grad, gelu_input, _ = general_gemm(
-            a, b, None if part is not None else out_dtype, gelu=gelu, accumulate=accumulate, layout=layout, out=part,
-            bias=bias[i] if use_bias and bias is not None else None, use_split_accumulator=use_split_accumulator, grad=grad,
+        given = None
+        if use_bias:
+            like = out_dtype if part is None else part.dtype
+            given = bias[i] if bias is not None else torch.empty(0, dtype=like, device=a.device)
+        result, bias_grad, gelu_input, _ = general_gemm(
+            a, b, None if part is not None else out_dtype, gelu=gelu, accumulate=accumulate, layout=layout, out=part, bias=given,
+            use_split_accumulator=use_split_accumulator, grad=grad,
         )  # fmt: skip
-        biases.append(bias_grad if grad else bias[i] if use_bias and bias is not None else None)
+        results.append(result)
+        biases.append(bias_grad if grad else given)
         inputs.append(gelu_input)
-    return (out[0] if single_output else out), biases, inputs
+    return (whole if single_output else results), biases, inputs

@@ -1,7 +1,16 @@
-"""Modules with Transformer Engine's arguments. They are fourwave.nn's, with its initial values and its names of activations."""
+"""Modules with Transformer Engine's arguments, in its order. They are fourwave.nn's, with its initial values and its names of
+activations.
+
+One rank has the whole of a weight. What asks for the parts of several does nothing here where it does nothing there, with a
+tensor-parallel size of 1: parallel_mode, sequence_parallel, set_parallel_mode, ub_* and symmetric_ar_type. Streams of random
+numbers (get_rng_state_tracker, rng_tracker_name), names, sizes that are only hints (seq_length, micro_batch_size) and
+save_original_input, which keeps other bytes for the same numbers, change nothing.
+"""
 
 from __future__ import annotations
 
+import operator
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,29 +21,9 @@ from fourwave.nn.function import compute_dtype
 from fourwave.nn.norm import norm, reset_norm
 
 Tensor = torch.Tensor
+Init = Callable[[Tensor], Any] | None
 
-# Arguments that may only have these values.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "sequence_parallel": (False, None), "tp_group": (None,), "tp_size": (1,), "parallel_mode": (None,),
-    "set_parallel_mode": (False,), "parameters_split": (None,), "ub_overlap_ag": (False,), "ub_overlap_rs": (False,),
-    "ub_overlap_rs_dgrad": (False,), "ub_bulk_dgrad": (False,), "ub_bulk_wgrad": (False,), "symmetric_ar_type": (None,),
-    "save_original_input": (False,), "return_layernorm_output_gathered": (False,), "activation_params": (None,),
-    "single_grouped_weight": (False,), "single_grouped_bias": (False,),
-}  # fmt: skip
-# What says nothing about the result.
-_IGNORED = (
-    "get_rng_state_tracker", "rng_tracker_name", "ub_name", "name", "seq_length", "micro_batch_size", "use_grouped_tensor",
-)  # fmt: skip
-
-
-def _others(module: str, kwargs: dict[str, Any]) -> None:
-    for name, value in kwargs.items():
-        if name in _IGNORED:
-            continue
-        if name not in _REFUSED:
-            raise TypeError(f"{module} has no argument {name!r}")
-        if value not in _REFUSED[name]:
-            raise NotImplementedError(f"{module}({name}={value!r}): only {_REFUSED[name][0]!r} is here")
+_PARALLEL_MODES = (None, "column", "row")
 
 
 def normal_init(weight: Tensor) -> None:
@@ -42,55 +31,183 @@ def normal_init(weight: Tensor) -> None:
     torch.nn.init.normal_(weight, mean=0.0, std=0.023)
 
 
-class Linear(fnn.Linear):
+class _Module(fnn.QuantizedModule):
+    """What scripts ask of Transformer Engine's modules besides arguments."""
+
+    delay_wgrad_compute: bool
+    _under_construction = True
+
+    def _set_up(self, bias: bool, return_bias: bool, tp_group: Any, tp_size: int, parallel_mode: Any = None) -> None:
+        """Called after the constructor of fourwave.nn's module."""
+        if parallel_mode not in _PARALLEL_MODES:
+            raise ValueError(f"parallel_mode is {parallel_mode!r}; it must be None, 'column' or 'row'")
+        _one_rank(type(self).__name__, tp_group, tp_size)
+        self._under_construction = False
+        self.use_bias, self.apply_bias = bias, bias and not return_bias
+        self.tp_group, self.tp_size, self.parallel_mode, self.sequence_parallel = tp_group, 1, parallel_mode, False
+        self._after_wgrad: list[Callable[[], Any]] = []
+        if self.delay_wgrad_compute:
+            for parameter in self.parameters(recurse=False):
+                parameter.skip_backward_post_hook = True  # type: ignore[attr-defined]
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        _one_rank(type(self).__name__, tp_group, 1)
+        self.tp_group = tp_group
+
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Parameters on the meta device get memory first, on the GPU where there is one."""
+        if defer_init:
+            return
+        if not self._under_construction and any(p.is_meta for p in self.parameters(recurse=False)):
+            self.to_empty(device=_device(None) or "cpu", recurse=False)
+        super().reset_parameters()  # type: ignore[misc]
+
+    def need_backward_dw(self) -> bool:
+        return self.delay_wgrad_compute
+
+    def register_wgrad_accumulation_and_reduce_hooks(
+        self, wgrad_accumulation_and_reduce_hook: Callable[[], Any]
+    ) -> None:
+        """`backward_dw` calls them after the gradients of weights are there."""
+        self._after_wgrad.append(wgrad_accumulation_and_reduce_hook)
+
+    def backward_dw(self) -> None:
+        if not self.need_backward_dw():
+            return
+        super().backward_dw()  # type: ignore[misc]
+        for hook in self._after_wgrad:
+            hook()
+
+
+def _one_rank(module: str, tp_group: Any, tp_size: int) -> None:
+    if tp_group is not None:
+        tp_size = torch.distributed.get_world_size(tp_group)
+    if tp_size != 1:
+        raise NotImplementedError(
+            f"{module} on {tp_size} tensor-parallel ranks: a module has the whole weight here (tp_size=1); FSDP2 shards parameters"
+        )
+
+
+def _quantized_ends(module: torch.nn.Module, fp8_output: bool | None, fp8_grad: bool | None) -> None:
+    for name, value in (("fp8_output", fp8_output), ("fp8_grad", fp8_grad)):
+        if value:
+            raise NotImplementedError(
+                f"{type(module).__name__}.forward({name}=True): outputs and gradients are not quantized"
+            )
+
+
+def _with_bias(module: Any, results: Any, bias: Tensor | None, inp: Tensor) -> Any:
+    """With return_bias: the bias in the type of the activations, empty where there is none."""
+    if not module.return_bias:
+        return results
+    y, _, *rest = results
+    dtype = compute_dtype(inp)
+    return (y, inp.new_empty(0, dtype=dtype) if bias is None else bias.to(dtype), *rest)
+
+
+class Linear(_Module, fnn.Linear):
     def __init__(
         self,
         in_features: int,
         out_features: int,
-        *,
+        sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
-        init_method: Callable[[Tensor], Any] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Init = None,
         bias: bool = True,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Any = None,
         device: Any = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
-        **kwargs: Any,
+        symmetric_ar_type: str | None = None,
+        save_original_input: bool = False,
+        name: str | None = None,
     ) -> None:
-        _others("Linear", kwargs)
+        _whole("Linear", parameters_split)
         super().__init__(
             in_features, out_features, bias, params_dtype=params_dtype, device=_device(device),
             init_method=init_method or normal_init, return_bias=return_bias,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,
         )  # fmt: skip
+        self._set_up(bias, return_bias, tp_group, tp_size, parallel_mode)
+
+    def forward(  # type: ignore[override]
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+    ) -> Any:
+        _quantized_ends(self, fp8_output, fp8_grad)
+        return _with_bias(self, super().forward(inp, is_first_microbatch), self.bias, inp)
 
 
-class LayerNormLinear(fnn.LayerNormLinear):
+def _whole(module: str, parameters_split: Any) -> None:
+    if parameters_split is not None:
+        raise NotImplementedError(f"{module}(parameters_split={parameters_split!r}): the weight is one parameter here")
+
+
+class LayerNormLinear(_Module, fnn.LayerNormLinear):
     def __init__(
         self,
         in_features: int,
         out_features: int,
         eps: float = 1e-5,
-        *,
+        sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
-        init_method: Callable[[Tensor], Any] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
+        init_method: Init = None,
         bias: bool = True,
         normalization: str = "LayerNorm",
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
         return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        parameters_split: Any = None,
         zero_centered_gamma: bool = False,
         device: Any = None,
+        ub_overlap_ag: bool = False,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
-        **kwargs: Any,
+        symmetric_ar_type: str | None = None,
+        name: str | None = None,
     ) -> None:
-        _others("LayerNormLinear", kwargs)
+        _whole("LayerNormLinear", parameters_split)
         super().__init__(
             in_features, out_features, bias, eps=eps, normalization=normalization, zero_centered_gamma=zero_centered_gamma,
             return_layernorm_output=return_layernorm_output, params_dtype=params_dtype, device=_device(device),
             init_method=init_method or normal_init, return_bias=return_bias,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,
         )  # fmt: skip
+        self._set_up(bias, return_bias, tp_group, tp_size, parallel_mode)
+
+    def forward(  # type: ignore[override]
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool | None = False,
+        fp8_grad: bool | None = False,
+    ) -> Any:
+        _quantized_ends(self, fp8_output, fp8_grad)
+        return _with_bias(self, super().forward(inp, is_first_microbatch), self.bias, inp)
 
 
 # Transformer Engine's gelu is the tanh form.
@@ -100,31 +217,46 @@ _ACTIVATIONS = {
 }  # fmt: skip
 
 
-class LayerNormMLP(fnn.LayerNormMLP):
+class LayerNormMLP(_Module, fnn.LayerNormMLP):
     def __init__(
         self,
         hidden_size: int,
         ffn_hidden_size: int,
         eps: float = 1e-5,
-        *,
+        sequence_parallel: bool = False,
         return_bias: bool = False,
-        init_method: Callable[[Tensor], Any] | None = None,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        init_method: Init = None,
         bias: bool = True,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
-        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        activation_params: dict[str, Any] | None = None,
+        output_layer_init_method: Init = None,
         fuse_wgrad_accumulation: bool = False,
         params_dtype: torch.dtype | None = None,
         return_layernorm_output: bool = False,
+        return_layernorm_output_gathered: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
         zero_centered_gamma: bool = False,
         device: Any = None,
+        ub_overlap_ag: bool = False,
+        name: str | None = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_rs_dgrad: bool = False,
+        ub_bulk_dgrad: bool = False,
+        ub_bulk_wgrad: bool = False,
         delay_wgrad_compute: bool = False,
+        symmetric_ar_type: str | None = None,
         checkpoint: bool = False,
-        **kwargs: Any,
     ) -> None:
-        _others("LayerNormMLP", kwargs)
         if activation not in _ACTIVATIONS:
             raise NotImplementedError(f"activation={activation!r}: {', '.join(_ACTIVATIONS)} are here")
+        if activation_params:
+            raise NotImplementedError(f"activation_params={activation_params!r}: the activations here take none")
         super().__init__(
             hidden_size, ffn_hidden_size, bias, activation=_ACTIVATIONS[activation], eps=eps, normalization=normalization,
             zero_centered_gamma=zero_centered_gamma, return_layernorm_output=return_layernorm_output,
@@ -133,14 +265,17 @@ class LayerNormMLP(fnn.LayerNormMLP):
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,
         )  # fmt: skip
         self.checkpoint = checkpoint
+        self._set_up(bias, return_bias, tp_group, tp_size)
 
-    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
         if self.checkpoint and torch.is_grad_enabled():
-            return fnn.checkpoint(super().forward, x, is_first_microbatch)
-        return super().forward(x, is_first_microbatch)
+            results = fnn.checkpoint(super().forward, inp, is_first_microbatch)
+        else:
+            results = super().forward(inp, is_first_microbatch)
+        return _with_bias(self, results, self.fc2_bias, inp)
 
 
-class GroupedLinear(fnn.GroupedLinear):
+class GroupedLinear(_Module, fnn.GroupedLinear):
     """One parameter [num_gemms, out_features, in_features]; state_dict has weight0, weight1, ... and loads them."""
 
     def __init__(
@@ -148,17 +283,28 @@ class GroupedLinear(fnn.GroupedLinear):
         num_gemms: int,
         in_features: int,
         out_features: int,
-        *,
+        sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
-        init_method: Callable[[Tensor], Any] | None = None,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[..., Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Init = None,
         bias: bool = True,
         return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
         device: Any = None,
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
         delay_wgrad_compute: bool = False,
-        **kwargs: Any,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        name: str | None = None,
+        use_grouped_tensor: bool | None = None,
     ) -> None:
-        _others("GroupedLinear", kwargs)
         if return_bias:
             raise NotImplementedError("GroupedLinear(return_bias=True): only False is here")
         super().__init__(
@@ -167,20 +313,23 @@ class GroupedLinear(fnn.GroupedLinear):
             delay_wgrad_compute=delay_wgrad_compute,
         )  # fmt: skip
         self.num_gemms = num_gemms
+        self._set_up(bias, return_bias, tp_group, tp_size, parallel_mode)
 
-    def forward(
-        self, inp: Tensor, m_splits: Tensor | list[int], is_first_microbatch: bool | None = None
-    ) -> Tensor:  # fmt: skip
+    def forward(  # type: ignore[override]
+        self,
+        inp: Tensor,
+        m_splits: Tensor | Iterable[int],
+        is_first_microbatch: bool | None = None,
+        out: Tensor | None = None,
+        dgrad_out: Tensor | None = None,
+    ) -> Tensor:
         """m_splits: a list is copied to the device; int32 and int64 tensors there are taken as they are."""
-        if not isinstance(m_splits, Tensor):
-            total = inp.numel() // inp.shape[-1] if inp.numel() else 0
-            if any(type(size) is not int or size < 0 for size in m_splits) or sum(m_splits) != total:
-                raise ValueError(
-                    f"m_splits is {m_splits}; it must be integers from 0 on that sum to the {total} rows of inp"
-                )
-            m_splits = torch.tensor(m_splits, dtype=torch.int64)
+        for name, given in (("out", out), ("dgrad_out", dgrad_out)):
+            if given is not None:
+                raise NotImplementedError(f"GroupedLinear.forward({name}=...): results are new tensors here")
+        sizes = m_splits if isinstance(m_splits, Tensor) else _sizes(m_splits, inp)
         rows = inp.reshape(-1, inp.shape[-1]) if inp.numel() else inp.reshape(0, inp.shape[-1])
-        y = super().forward(rows, m_splits.to(inp.device, non_blocking=True), is_first_microbatch)
+        y = super().forward(rows, sizes.to(inp.device, non_blocking=True), is_first_microbatch)
         return y.view(*inp.shape[:-1], y.shape[-1])
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -198,42 +347,89 @@ class GroupedLinear(fnn.GroupedLinear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+def _sizes(m_splits: Iterable[int], inp: Tensor) -> Tensor:
+    """m_splits on the host, integers of Python or NumPy, as int64."""
+    total = inp.numel() // inp.shape[-1] if inp.numel() else 0
+    given = list(m_splits)
+    try:
+        sizes = [operator.index(size) for size in given]
+    except TypeError:
+        sizes = [-1]
+    if any(size < 0 for size in sizes) or sum(sizes) != total:
+        raise ValueError(f"m_splits is {given}; it must be integers from 0 on that sum to the {total} rows of inp")
+    return torch.tensor(sizes, dtype=torch.int64)
+
+
 class _Norm(torch.nn.Module):
     normalization = ""
+    bias: Tensor | None
 
     def __init__(
         self,
-        normalized_shape: Iterable[int] | int,
+        normalized_shape: Iterable[int] | int | None = None,
         eps: float = 1e-5,
-        *,
+        sequence_parallel: bool | None = None,
+        params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
         device: Any = None,
         dtype: torch.dtype | None = None,
-        params_dtype: torch.dtype | None = None,
-        **kwargs: Any,
+        sm_margin: int | dict[str, int] = 0,
     ) -> None:
+        """sm_margin, of Transformer Engine's kernels, changes nothing. sequence_parallel is kept, in the parameters, too."""
         super().__init__()
-        _others(type(self).__name__, kwargs)
+        kind = type(self).__name__
+        if (normalized_shape is None) == (hidden_size is None):
+            raise ValueError(f"{kind}: give normalized_shape, or hidden_size, its old name")
+        if dtype is not None and params_dtype is not None:
+            raise ValueError(f"{kind}: dtype={dtype} and params_dtype={params_dtype}, its old name: give one")
+        if hidden_size is not None:
+            warnings.warn(f"{kind}: hidden_size is now called normalized_shape", DeprecationWarning, stacklevel=2)
+            normalized_shape = hidden_size
+        assert normalized_shape is not None
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        if len(shape) != 1:
-            raise NotImplementedError(f"normalized_shape={shape}: the last dimension only is normalized here")
-        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        self.normalized_shape, self.eps, self.zero_centered_gamma = shape, eps, zero_centered_gamma
+        self.sequence_parallel = sequence_parallel
         dtype = dtype or params_dtype
         self.weight = torch.nn.Parameter(torch.empty(shape, device=_device(device), dtype=dtype))
         if self.normalization == "LayerNorm":
-            self.bias: Tensor | None = torch.nn.Parameter(torch.empty(shape, device=_device(device), dtype=dtype))
+            self.bias = torch.nn.Parameter(torch.empty(shape, device=_device(device), dtype=dtype))
         else:
             self.bias = None
-        self.reset_parameters()
+        self._fill()
 
-    def reset_parameters(self) -> None:
+    def _fill(self) -> None:
         reset_norm(self.weight, self.bias, self.zero_centered_gamma)
+        if self.sequence_parallel is not None:
+            for parameter in self.parameters(recurse=False):
+                parameter.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return norm(
-            x, self.weight, self.bias, normalization=self.normalization, eps=self.eps, zero_centered=self.zero_centered_gamma,
-            dtype=compute_dtype(x),
+    def reset_parameters(self, defer_init: bool = False) -> None:
+        """Parameters on the meta device get memory first, on the GPU where there is one."""
+        if defer_init:
+            return
+        if self.weight.is_meta:
+            self.to_empty(device=_device(None) or "cpu", recurse=False)
+        self._fill()
+
+    def forward(self, input: Tensor) -> Tensor:
+        inner = len(self.normalized_shape)
+        if input.shape[max(input.dim() - inner, 0) :] != self.normalized_shape:
+            raise ValueError(f"input is {tuple(input.shape)}; its last dimensions must be {self.normalized_shape}")
+        y = norm(
+            input.flatten(-inner) if inner > 1 else input, self.weight.flatten(),
+            None if self.bias is None else self.bias.flatten(), normalization=self.normalization, eps=self.eps,
+            zero_centered=self.zero_centered_gamma, dtype=compute_dtype(input),
         )  # fmt: skip
+        return y.view(input.shape)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        state_dict.pop(prefix + "_extra_state", None)  # Transformer Engine's: norms have nothing to keep there
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"
 
 
 class LayerNorm(_Norm):

@@ -41,11 +41,16 @@ def fp8_autocast(
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As fourwave.nn.checkpoint; use_reentrant is ignored: it is always the non-reentrant kind."""
-    kwargs.pop("use_reentrant", None)
-    for name in ("distribute_saved_activations", "tp_group", "get_rng_state_tracker"):
-        if kwargs.pop(name, None):
-            raise NotImplementedError(f"{name}: activations are not distributed here")
+    """As fourwave.nn.checkpoint; use_reentrant is ignored: it is always the non-reentrant kind, for which, as there,
+    distribute_saved_activations and tp_group mean nothing."""
+    reentrant = kwargs.pop("use_reentrant", True)
+    kwargs.pop("tp_group", None)
+    if kwargs.pop("distribute_saved_activations", False) and reentrant:
+        raise NotImplementedError("distribute_saved_activations=True: activations are not distributed here")
+    if kwargs.pop("get_rng_state_tracker", None) is not None:
+        raise NotImplementedError(
+            "get_rng_state_tracker: of random states, PyTorch's own are set back when activations are computed again"
+        )
     return _checkpoint(function, *args, **kwargs)
 
 
@@ -80,6 +85,10 @@ def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 
 is_mxfp8_available = is_fp8_block_scaling_available = is_fp8_available
+
+
+def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    return _available(return_reason)
 
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:

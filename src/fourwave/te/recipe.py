@@ -4,24 +4,109 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from fourwave import recipes
-from fourwave.recipes import Recipe
 
 
-class Format(enum.Enum):
-    """Formats of the forward and the backward pass."""
-
-    E4M3 = "e4m3"
-    E5M2 = "e5m2"
-    HYBRID = "hybrid"
+class _Largest(NamedTuple):
+    max_fwd: float
+    max_bwd: float
 
 
-def _format(fp8_format: Format) -> str:
+class Format(str, enum.Enum):
+    """Formats of the forward and the backward pass. Members equal fourwave.recipes' names; values have the largest numbers."""
+
+    E2M1 = "e2m1", 6, 6
+    E4M3 = "e4m3", 448, 448
+    E5M2 = "e5m2", 57344, 57344
+    HYBRID = "hybrid", 448, 57344
+
+    def __new__(cls, name: str, max_fwd: float, max_bwd: float) -> Format:
+        member = str.__new__(cls, name)
+        member._value_ = _Largest(max_fwd, max_bwd)  # type: ignore[assignment]
+        return member
+
+    __hash__ = str.__hash__
+
+    def __repr__(self) -> str:
+        return f"Format.{self.name}"
+
+    __str__ = __repr__
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+
+@dataclass(frozen=True)
+class MMParams:
+    """use_split_accumulator: the opposite of fast_accum of `fourwave.gemm`."""
+
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class QParams:
+    """How an operand is quantized; recipes show it, and take none."""
+
+    power_2_scale: bool = False
+    amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+
+class Recipe(recipes.Recipe):
+    """Base class; tells of what kind a recipe, or a class of recipes, is."""
+
+    fp8_format: Any
+    backward_override: str | None
+    fp8_dpa = False
+    fp8_mha = False
+
+    @classmethod
+    def delayed(cls) -> bool:
+        return issubclass(cls, DelayedScaling)
+
+    @classmethod
+    def float8_current_scaling(cls) -> bool:
+        return issubclass(cls, Float8CurrentScaling)
+
+    @classmethod
+    def float8_per_tensor_scaling(cls) -> bool:
+        return issubclass(cls, (DelayedScaling, Float8CurrentScaling))
+
+    @classmethod
+    def float8_block_scaling(cls) -> bool:
+        return issubclass(cls, Float8BlockScaling)
+
+    @classmethod
+    def mxfp8(cls) -> bool:
+        return issubclass(cls, MXFP8BlockScaling)
+
+    @classmethod
+    def nvfp4(cls) -> bool:
+        return issubclass(cls, NVFP4BlockScaling)
+
+    @classmethod
+    def custom(cls) -> bool:
+        return issubclass(cls, CustomRecipe)
+
+    def _keep(self, **values: Any) -> None:
+        """Attributes that scripts read. Of the dataclass they are no fields: fields say it already."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+def _format(fp8_format: Format) -> Format:
+    if not isinstance(fp8_format, Format):
+        raise ValueError(f"fp8_format is {fp8_format!r}; it must be Format.E4M3 or Format.HYBRID")
     if fp8_format is Format.E5M2:
         raise ValueError("fp8_format is Format.E5M2: training with it alone is not supported; use E4M3 or HYBRID")
-    return str(fp8_format.value)
+    if fp8_format is Format.E2M1:
+        raise ValueError("fp8_format is Format.E2M1, a format of 4 bits: use E4M3 or HYBRID, or fourwave.recipes.MXFP4")
+    return fp8_format
 
 
 def _backward(backward_override: str | None) -> str:
@@ -37,8 +122,24 @@ def _no_attention(fp8_dpa: bool, fp8_mha: bool) -> None:
         raise NotImplementedError("fp8_dpa and fp8_mha: there is no attention here")
 
 
-class DelayedScaling(recipes.DelayedScaling):
-    """As recipes.DelayedScaling. scaling_factor_compute_algo takes and returns factors that values are multiplied with."""
+def _split(recipe: str, fprop: MMParams, dgrad: MMParams, wgrad: MMParams, *, fixed: bool) -> bool:
+    """fast_accum of fprop. Sums of dgrad and wgrad are always whole; fixed: those of fprop, too."""
+    for name, params in (("fp8_gemm_fprop", fprop), ("fp8_gemm_dgrad", dgrad), ("fp8_gemm_wgrad", wgrad)):
+        if not isinstance(params, MMParams):
+            raise ValueError(f"{name} is {params!r}; it must be recipe.MMParams(use_split_accumulator=...)")
+        if not params.use_split_accumulator and (fixed or name != "fp8_gemm_fprop"):
+            raise NotImplementedError(f"{recipe}({name}={params}): it is MMParams(use_split_accumulator=True) here")
+    return not fprop.use_split_accumulator
+
+
+_SPLIT, _FAST = MMParams(True), MMParams(False)
+
+
+class DelayedScaling(recipes.DelayedScaling, Recipe):
+    """As recipes.DelayedScaling, fprop with the fast accumulation as there. scaling_factor_compute_algo takes and returns factors
+    that values are multiplied with."""
+
+    backward_override = None
 
     def __init__(
         self,
@@ -58,7 +159,7 @@ class DelayedScaling(recipes.DelayedScaling):
         algo = scaling_factor_compute_algo
         super().__init__(
             _format(fp8_format), margin, amax_history_len, amax_compute_algo, None if algo is None else _reciprocal(algo),
-            reduce_amax,
+            reduce_amax, fast_accum=True,
         )  # fmt: skip
 
 
@@ -69,22 +170,79 @@ def _reciprocal(algo: Callable[..., Any]) -> Callable[..., Any]:
     return scale
 
 
-class Float8CurrentScaling(recipes.CurrentScaling):
+class Float8CurrentScaling(recipes.CurrentScaling, Recipe):
+    """fprop has the fast accumulation by default, as there: fp8_gemm_fprop=MMParams(use_split_accumulator=True) leaves it out."""
+
+    fp8_gemm_fprop: MMParams
+    fp8_gemm_dgrad: MMParams
+    fp8_gemm_wgrad: MMParams
+    fp8_quant_fwd_inp: QParams
+    fp8_quant_fwd_weight: QParams
+    fp8_quant_bwd_grad: QParams
+    backward_override: str | None
+
     def __init__(
         self,
         use_power_2_scales: bool = False,
         fp8_format: Format = Format.HYBRID,
+        fp8_gemm_fprop: MMParams = _FAST,
+        fp8_gemm_dgrad: MMParams = _SPLIT,
+        fp8_gemm_wgrad: MMParams = _SPLIT,
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         backward_override: str | None = None,
     ) -> None:
         _no_attention(fp8_dpa, fp8_mha)
+        fast = _split("Float8CurrentScaling", fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad, fixed=False)
         super().__init__(
-            _format(fp8_format), "pow2" if use_power_2_scales else "fp32", _backward(backward_override)
+            _format(fp8_format), "pow2" if use_power_2_scales else "fp32", _backward(backward_override), fast
+        )  # fmt: skip
+        quantized = QParams(power_2_scale=use_power_2_scales)
+        self._keep(
+            use_power_2_scales=use_power_2_scales, fp8_gemm_fprop=fp8_gemm_fprop, fp8_gemm_dgrad=fp8_gemm_dgrad,
+            fp8_gemm_wgrad=fp8_gemm_wgrad, fp8_quant_fwd_inp=quantized, fp8_quant_fwd_weight=quantized,
+            fp8_quant_bwd_grad=quantized, backward_override=backward_override,
         )  # fmt: skip
 
 
-class Float8BlockScaling(recipes.BlockScaling):
+class MXFP8BlockScaling(recipes.MXFP8, Recipe):
+    """Scales round up, as Transformer Engine's do: nothing saturates."""
+
+    margin = 0
+    enable_2d_quantization = False
+    backward_override: str | None
+
+    def __init__(
+        self,
+        margin: int = 0,
+        fp8_format: Format = Format.E4M3,
+        fp8_dpa: bool = False,
+        fp8_mha: bool = False,
+        backward_override: str | None = None,
+        enable_2d_quantization: bool = False,
+    ) -> None:
+        _no_attention(fp8_dpa, fp8_mha)
+        if margin:
+            raise NotImplementedError(f"margin={margin} with MXFP8: scales come from their blocks alone")
+        if enable_2d_quantization:
+            raise NotImplementedError("enable_2d_quantization=True: MXFP8's blocks are 1x32 here, of weights, too")
+        super().__init__(_format(fp8_format), "ceil", _backward(backward_override))
+        self._keep(backward_override=backward_override)
+
+
+class Float8BlockScaling(recipes.BlockScaling, Recipe):
+    use_f32_scales: bool
+    x_block_scaling_dim: int
+    w_block_scaling_dim: int
+    grad_block_scaling_dim: int
+    fp8_gemm_fprop: MMParams
+    fp8_gemm_dgrad: MMParams
+    fp8_gemm_wgrad: MMParams
+    fp8_quant_fwd_inp: QParams
+    fp8_quant_fwd_weight: QParams
+    fp8_quant_bwd_grad: QParams
+    backward_override: str | None
+
     def __init__(
         self,
         use_f32_scales: bool = False,
@@ -92,11 +250,15 @@ class Float8BlockScaling(recipes.BlockScaling):
         x_block_scaling_dim: int = 1,
         w_block_scaling_dim: int = 2,
         grad_block_scaling_dim: int = 1,
+        fp8_gemm_fprop: MMParams = _SPLIT,
+        fp8_gemm_dgrad: MMParams = _SPLIT,
+        fp8_gemm_wgrad: MMParams = _SPLIT,
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         backward_override: str | None = None,
     ) -> None:
         _no_attention(fp8_dpa, fp8_mha)
+        _split("Float8BlockScaling", fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad, fixed=True)
         if (x_block_scaling_dim, grad_block_scaling_dim) != (1, 1) or w_block_scaling_dim not in (1, 2):
             raise NotImplementedError(
                 f"blocks of {x_block_scaling_dim}, {w_block_scaling_dim}, {grad_block_scaling_dim} dimensions for input, weight "
@@ -106,23 +268,13 @@ class Float8BlockScaling(recipes.BlockScaling):
             _format(fp8_format), "fp32" if use_f32_scales else "pow2", "128x128" if w_block_scaling_dim == 2 else "1x128",
             _backward(backward_override),
         )  # fmt: skip
-
-
-class MXFP8BlockScaling(recipes.MXFP8):
-    """Scales round up, as Transformer Engine's do: nothing saturates."""
-
-    def __init__(
-        self,
-        margin: int = 0,
-        fp8_format: Format = Format.E4M3,
-        fp8_dpa: bool = False,
-        fp8_mha: bool = False,
-        backward_override: str | None = None,
-    ) -> None:
-        _no_attention(fp8_dpa, fp8_mha)
-        if margin:
-            raise NotImplementedError(f"margin={margin} with MXFP8: scales come from their blocks alone")
-        super().__init__(_format(fp8_format), "ceil", _backward(backward_override))
+        quantized = QParams(power_2_scale=not use_f32_scales)
+        self._keep(
+            use_f32_scales=use_f32_scales, x_block_scaling_dim=x_block_scaling_dim, w_block_scaling_dim=w_block_scaling_dim,
+            grad_block_scaling_dim=grad_block_scaling_dim, fp8_gemm_fprop=fp8_gemm_fprop, fp8_gemm_dgrad=fp8_gemm_dgrad,
+            fp8_gemm_wgrad=fp8_gemm_wgrad, fp8_quant_fwd_inp=quantized, fp8_quant_fwd_weight=quantized,
+            fp8_quant_bwd_grad=quantized, backward_override=backward_override,
+        )  # fmt: skip
 
 
 class NVFP4BlockScaling(Recipe):
@@ -130,6 +282,12 @@ class NVFP4BlockScaling(Recipe):
         raise NotImplementedError("NVFP4 is not here; fourwave.recipes.MXFP4 is the 4-bit recipe")
 
 
+class CustomRecipe(Recipe):
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise NotImplementedError("recipes of quantizers are not here: fourwave.recipes has those that are")
+
+
 __all__ = [
-    "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "MXFP8BlockScaling", "NVFP4BlockScaling", "Recipe",
+    "CustomRecipe", "DelayedScaling", "Float8BlockScaling", "Float8CurrentScaling", "Format", "MMParams", "MXFP8BlockScaling",
+    "NVFP4BlockScaling", "QParams", "Recipe",
 ]  # fmt: skip

@@ -1,0 +1,349 @@
+"""fourwave.te: what scripts pass and ask for besides: orders of arguments, no-ops of one rank, forward's arguments, kinds of recipes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fourwave.te as te
+from fourwave import recipes as R
+from fourwave.te import recipe
+from fourwave.te.recipe import Format, MMParams
+
+BF16 = torch.bfloat16
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# Positional orders of Transformer Engine's constructors and forward passes.
+ORDERS = {
+    te.Linear: "in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker rng_tracker_name "
+    "init_method bias return_bias params_dtype parallel_mode parameters_split device ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad "
+    "ub_bulk_dgrad ub_bulk_wgrad ub_name delay_wgrad_compute symmetric_ar_type save_original_input name",
+    te.LayerNormLinear: "in_features out_features eps sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker "
+    "init_method bias normalization return_bias params_dtype parallel_mode return_layernorm_output return_layernorm_output_gathered "
+    "parameters_split zero_centered_gamma device ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_wgrad ub_bulk_dgrad ub_name "
+    "delay_wgrad_compute symmetric_ar_type name",
+    te.LayerNormMLP: "hidden_size ffn_hidden_size eps sequence_parallel return_bias get_rng_state_tracker tp_group tp_size init_method bias "
+    "normalization activation activation_params output_layer_init_method fuse_wgrad_accumulation params_dtype return_layernorm_output "
+    "return_layernorm_output_gathered seq_length micro_batch_size set_parallel_mode zero_centered_gamma device ub_overlap_ag name "
+    "ub_overlap_rs ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad delay_wgrad_compute symmetric_ar_type checkpoint",
+    te.GroupedLinear: "num_gemms in_features out_features sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker "
+    "rng_tracker_name init_method bias return_bias params_dtype parallel_mode device ub_overlap_rs ub_overlap_ag ub_name "
+    "delay_wgrad_compute save_original_input single_grouped_weight single_grouped_bias name use_grouped_tensor",
+    te.LayerNorm: "normalized_shape eps sequence_parallel params_dtype zero_centered_gamma hidden_size",
+    te.RMSNorm: "normalized_shape eps sequence_parallel params_dtype zero_centered_gamma hidden_size",
+    te.recipe.DelayedScaling: "margin fp8_format amax_history_len amax_compute_algo scaling_factor_compute_algo reduce_amax fp8_dpa fp8_mha "
+    "backward_override",
+    te.recipe.Float8CurrentScaling: "use_power_2_scales fp8_format fp8_gemm_fprop fp8_gemm_dgrad fp8_gemm_wgrad fp8_dpa fp8_mha "
+    "backward_override",
+    te.recipe.Float8BlockScaling: "use_f32_scales fp8_format x_block_scaling_dim w_block_scaling_dim grad_block_scaling_dim fp8_gemm_fprop "
+    "fp8_gemm_dgrad fp8_gemm_wgrad fp8_dpa fp8_mha backward_override",
+    te.recipe.MXFP8BlockScaling: "margin fp8_format fp8_dpa fp8_mha backward_override enable_2d_quantization",
+}  # fmt: skip
+FORWARDS = {
+    te.Linear: "inp is_first_microbatch fp8_output fp8_grad",
+    te.LayerNormLinear: "inp is_first_microbatch fp8_output fp8_grad",
+    te.LayerNormMLP: "inp is_first_microbatch",
+    te.GroupedLinear: "inp m_splits is_first_microbatch out dgrad_out",
+}
+
+
+def positional(function: Any) -> list[str]:
+    kinds = inspect.Parameter
+    parameters = list(inspect.signature(function).parameters.values())
+    return [p.name for p in parameters if p.kind is kinds.POSITIONAL_OR_KEYWORD and p.name != "self"]
+
+
+@pytest.mark.parametrize("which", ORDERS, ids=lambda c: c.__name__)
+def test_arguments_come_in_their_order(which: Any) -> None:
+    assert positional(which.__init__) == ORDERS[which].split()
+    if which in FORWARDS:
+        assert positional(which.forward) == FORWARDS[which].split()
+
+
+ONE_RANK: dict[str, Any] = {"sequence_parallel": True, "tp_size": 1, "get_rng_state_tracker": lambda: None}
+OVERLAP: dict[str, Any] = {
+    "ub_overlap_ag": True, "ub_overlap_rs": True, "ub_overlap_rs_dgrad": True, "ub_bulk_dgrad": True, "ub_bulk_wgrad": True,
+    "symmetric_ar_type": "multimem_all_reduce",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "plain"),
+    [
+        (te.Linear, {"parallel_mode": "column", "ub_name": "qkv", "save_original_input": True, **OVERLAP}, (32, 64)),
+        (te.Linear, {"parallel_mode": "row", "rng_tracker_name": "model", **OVERLAP}, (32, 64)),
+        (te.LayerNormLinear, {"parallel_mode": "column", "return_layernorm_output_gathered": True, **OVERLAP}, (32, 64)),
+        (te.LayerNormMLP, {"set_parallel_mode": True, "micro_batch_size": 2, **OVERLAP}, (32, 64)),
+        (te.GroupedLinear, {"parallel_mode": "row", "use_grouped_tensor": False, "name": "fc1"}, (1, 32, 64)),
+    ],
+    ids=["column", "row", "layernorm", "mlp", "grouped"],
+)  # fmt: skip
+def test_with_one_rank_parallelism_changes_nothing(
+    make: Any, arguments: dict[str, Any], plain: tuple[int, ...]
+) -> None:
+    results = []
+    for given in ({}, {**ONE_RANK, **arguments}):
+        torch.manual_seed(0)
+        module = make(*plain, device="cpu", **given)
+        assert module.tp_size == 1 and module.sequence_parallel is False
+        results.append(module(randn(5, 32), *[[5]] * (make is te.GroupedLinear)))
+    assert torch.equal(*results)
+    module.set_tensor_parallel_group(None)
+    with pytest.raises(NotImplementedError, match="4 tensor-parallel ranks"):
+        make(*plain, device="cpu", tp_size=4, **arguments)
+    if "parallel_mode" in arguments:
+        with pytest.raises(ValueError, match="'column' or 'row'"):
+            make(*plain, device="cpu", parallel_mode="columns")
+
+
+def test_the_group_says_how_many_ranks() -> None:
+    """tp_size is not read where a group is given."""
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        module = te.Linear(8, 8, tp_group=dist.group.WORLD, tp_size=7, device="cpu")
+        assert module.tp_group is dist.group.WORLD and module.tp_size == 1
+        module.set_tensor_parallel_group(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_forward_takes_inp_and_refuses_quantized_ends() -> None:
+    x = randn(4, 32)
+    modules: list[Any] = [te.Linear(32, 32), te.LayerNormLinear(32, 32), te.LayerNormMLP(32, 32)]
+    for module in modules:
+        assert torch.equal(module(inp=x, is_first_microbatch=True), module(x))
+    for module in modules[:2]:
+        assert torch.equal(module(x, None, False, False), module(x))
+        for name in ("fp8_output", "fp8_grad"):
+            with pytest.raises(NotImplementedError, match=name):
+                module(x, **{name: True})
+    grouped = te.GroupedLinear(2, 32, 32)
+    assert torch.equal(grouped(inp=x, m_splits=[1, 3], out=None, dgrad_out=None), grouped(x, [1, 3]))
+    for name in ("out", "dgrad_out"):
+        with pytest.raises(NotImplementedError, match=name):
+            grouped(x, [1, 3], **{name: x})
+
+
+@pytest.mark.parametrize("make", [te.Linear, te.LayerNormLinear, te.LayerNormMLP], ids=lambda c: c.__name__)
+def test_the_returned_bias_has_the_activations_type(make: Any) -> None:
+    module, x = make(32, 32, return_bias=True), randn(4, 32, dtype=BF16)
+    bias = module.fc2_bias if make is te.LayerNormMLP else module.bias
+    bias.data.copy_(randn(32))
+    y, returned = module(x)
+    assert y.dtype == returned.dtype == BF16 and torch.equal(returned, bias.to(BF16))
+    with torch.autocast("cpu", torch.float16):
+        assert module(x.float())[1].dtype == torch.float16
+    (y + returned).float().sum().backward()
+    assert bias.grad is not None and torch.equal(bias.grad, torch.full((32,), 4.0))
+    y, returned = make(32, 32, return_bias=True, bias=False)(x)
+    assert returned.shape == (0,) and returned.dtype == BF16
+    if make is not te.Linear:
+        y, returned, normal = make(32, 32, return_bias=True, return_layernorm_output=True)(x)
+        assert returned.shape == (32,) and normal.shape == x.shape
+
+
+def test_delayed_wgrad_and_its_hooks() -> None:
+    module, x = te.Linear(32, 32, delay_wgrad_compute=True), randn(4, 32)
+    assert module.need_backward_dw() and not te.Linear(4, 4).need_backward_dw()
+    assert module.weight.skip_backward_post_hook  # type: ignore[attr-defined]
+    seen: list[Any] = []
+    module.register_wgrad_accumulation_and_reduce_hooks(lambda: seen.append(module.weight.grad))
+    module(x).sum().backward()
+    assert module.weight.grad is None and not seen
+    module.backward_dw()
+    assert len(seen) == 1 and seen[0] is module.weight.grad
+    torch.testing.assert_close(seen[0], torch.ones(4, 32).mT @ x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda d: te.Linear(8, 8, device=d), lambda d: te.LayerNormLinear(8, 8, device=d), lambda d: te.LayerNormMLP(8, 8, device=d),
+     lambda d: te.GroupedLinear(2, 8, 8, device=d), lambda d: te.LayerNorm(8, device=d), lambda d: te.RMSNorm(8, device=d)],
+    ids=["linear", "layernorm_linear", "mlp", "grouped", "layernorm", "rmsnorm"],
+)  # fmt: skip
+def test_reset_parameters_gives_memory_to_meta_modules(make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module = make("meta")
+    assert all(p.is_meta for p in module.parameters())
+    module.reset_parameters(defer_init=True)
+    assert all(p.is_meta for p in module.parameters())
+    torch.manual_seed(3)
+    module.reset_parameters()
+    torch.manual_seed(3)
+    right = make("cpu")
+    for (name, p), q in zip(module.named_parameters(), right.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_norms_take_transformer_engines_arguments() -> None:
+    x = randn(4, 32)
+    for make, right in ((te.LayerNorm, F.layer_norm(x, (32,), eps=1e-3)), (te.RMSNorm, F.rms_norm(x, (32,), eps=1e-3))):
+        with pytest.warns(DeprecationWarning, match="normalized_shape"):
+            old: Any = make(None, 1e-3, True, torch.float32, False, 32, device="cpu")
+        torch.testing.assert_close(old(x), right, rtol=1e-5, atol=1e-5)
+        assert old.sequence_parallel and all(p.sequence_parallel for p in old.parameters())
+        new: Any = make(32, eps=1e-3, sm_margin={"forward": 2}, dtype=BF16, device="cpu")
+        assert new.weight.dtype == BF16 and new.sequence_parallel is None
+        assert not hasattr(new.weight, "sequence_parallel")
+        torch.testing.assert_close(new(input=x), right, rtol=1e-5, atol=1e-5)
+        with pytest.raises(ValueError, match="hidden_size"):
+            make()
+        with pytest.raises(ValueError, match="params_dtype"):
+            make(32, params_dtype=BF16, dtype=BF16)
+        with pytest.raises(ValueError, match=r"last dimensions must be \(32,\)"):
+            new(randn(4, 16))
+    y = randn(3, 4, 32)
+    wide: Any = te.LayerNorm((4, 32), device="cpu")
+    wide.weight.data.copy_(randn(4, 32, seed=1))
+    torch.testing.assert_close(wide(y), F.layer_norm(y, (4, 32), wide.weight, wide.bias), rtol=1e-5, atol=1e-5)
+
+
+def test_checkpoints_of_norms_load_strictly() -> None:
+    model = torch.nn.Sequential(te.LayerNorm(8), te.RMSNorm(8))
+    state = {**model.state_dict(), "0._extra_state": torch.empty(0), "1._extra_state": None}
+    state["0.weight"] = randn(8)
+    model.load_state_dict(state)
+    assert torch.equal(model.get_parameter("0.weight"), state["0.weight"])
+
+
+def test_splits_are_any_integers() -> None:
+    grouped, x = te.GroupedLinear(3, 32, 32), randn(8, 32)
+    right = grouped(x, [3, 0, 5])
+    for splits in (
+        np.array([3, 0, 5]),
+        list(np.array([3, 0, 5], np.int32)),
+        (3, 0, 5),
+        iter([3, 0, 5]),
+        torch.tensor([3, 0, 5]).unbind(),
+    ):
+        assert torch.equal(grouped(x, splits), right)
+    for wrong in ([3, 0, 5.0], np.array([3.0, 0.0, 5.0]), [9, -1, 0]):
+        with pytest.raises(ValueError, match="must be integers from 0 on that sum to the 8 rows"):
+            grouped(x, wrong)
+
+
+def test_grouped_gemm_makes_the_results_it_is_not_given() -> None:
+    w, x, splits = [randn(24, 32, seed=i) for i in range(3)], randn(16, 32, seed=9).split([5, 0, 11]), [5, 0, 11]
+    right = [F.linear(a, b) for a, b in zip(x, w, strict=True)]
+    given = torch.full((11, 24), float("nan"))
+    out: list[Any] = [None, None, given]
+    got, *_ = te.general_grouped_gemm(w, list(x), out, None, torch.float32)
+    for a, b in zip(got, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert got[2] is given
+    whole, *_ = te.general_grouped_gemm(w, list(x), [None], None, BF16, m_splits=splits, single_output=True)
+    assert whole.dtype == BF16
+    torch.testing.assert_close(whole.float(), torch.cat(right), rtol=1e-2, atol=1e-2)
+    dy = [torch.ones_like(each) for each in right]
+    dw, db, _ = te.general_grouped_gemm(
+        list(x), dy, [None] * 3, None, torch.float32, layout="NT", grad=True, use_bias=True
+    )
+    for a, sums, c, d in zip(dw, db, dy, x, strict=True):
+        torch.testing.assert_close(a, c.mT @ d, rtol=1e-5, atol=1e-5)
+        assert sums is not None and torch.equal(sums, c.sum(0))
+    with pytest.raises(ValueError, match="use_bias=True and bias is None"):
+        te.general_grouped_gemm(w, list(x), [None] * 3, None, BF16, use_bias=True)
+    with pytest.raises(ValueError, match="3 outputs"):
+        te.general_grouped_gemm(w, list(x), [None] * 3, None, BF16, m_splits=splits, single_output=True)
+
+
+KINDS: dict[Any, set[str]] = {
+    recipe.DelayedScaling: {"delayed", "float8_per_tensor_scaling"},
+    recipe.Float8CurrentScaling: {"float8_current_scaling", "float8_per_tensor_scaling"},
+    recipe.Float8BlockScaling: {"float8_block_scaling"},
+    recipe.MXFP8BlockScaling: {"mxfp8"},
+}
+
+
+@pytest.mark.parametrize("which", KINDS, ids=lambda c: c.__name__)
+def test_recipes_tell_their_kind_and_format(which: Any) -> None:
+    made = which()
+    kinds = KINDS[recipe.DelayedScaling] | {
+        "float8_current_scaling",
+        "float8_block_scaling",
+        "mxfp8",
+        "nvfp4",
+        "custom",
+    }
+    for kind in kinds:
+        assert getattr(made, kind)() is getattr(which, kind)() is (kind in KINDS[which]), kind
+    assert isinstance(made, recipe.Recipe) and isinstance(made, R.Recipe)
+    default = Format.E4M3 if which in (recipe.Float8BlockScaling, recipe.MXFP8BlockScaling) else Format.HYBRID
+    assert made.fp8_format is default and made.fp8_format == default.name.lower()
+    for each in Format.E4M3, Format.HYBRID:
+        other = which(fp8_format=each)
+        assert other.fp8_format == each and other.plan.g.endswith("e5m2") == (each is Format.HYBRID)
+        for again in (pickle.loads(pickle.dumps(other)), copy.deepcopy(other)):
+            assert again == other and again.fp8_format is each
+    assert made.fp8_dpa is made.fp8_mha is False and made.backward_override is None
+    for wrong in ("hybrid", None, "HYBRID"):
+        with pytest.raises(ValueError, match="must be Format"):
+            which(fp8_format=wrong)
+    for format in Format.E5M2, Format.E2M1:
+        with pytest.raises(ValueError, match=format.name):
+            which(fp8_format=format)
+
+
+def test_formats_know_their_largest_values() -> None:
+    assert {f.name: (f.value.max_fwd, f.value.max_bwd) for f in Format} == {
+        "E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344),
+    }  # fmt: skip
+    assert str(Format.HYBRID) == f"{Format.HYBRID}" == "Format.HYBRID" and len({Format.E4M3, Format.E4M3}) == 1
+
+
+def test_recipes_take_accumulators() -> None:
+    split, fast = MMParams(use_split_accumulator=True), MMParams(use_split_accumulator=False)
+    assert recipe.DelayedScaling().plan.fast_accum and recipe.Float8CurrentScaling().plan.fast_accum
+    careful = recipe.Float8CurrentScaling(fp8_gemm_fprop=split)
+    assert not careful.plan.fast_accum and careful.fp8_gemm_fprop == split and careful.fp8_gemm_dgrad == split
+    assert recipe.Float8CurrentScaling(True).fp8_quant_fwd_inp.power_2_scale
+    block = recipe.Float8BlockScaling(True, w_block_scaling_dim=1)
+    assert (
+        not block.fp8_quant_bwd_grad.power_2_scale and block.w_block_scaling_dim == 1 and block.fp8_gemm_fprop == split
+    )
+    for refused in (
+        lambda: recipe.Float8CurrentScaling(fp8_gemm_wgrad=fast),
+        lambda: recipe.Float8BlockScaling(fp8_gemm_fprop=fast),
+        lambda: recipe.MXFP8BlockScaling(enable_2d_quantization=True),
+        lambda: recipe.CustomRecipe(lambda role: None),
+    ):
+        with pytest.raises(NotImplementedError):
+            refused()
+    with pytest.raises(ValueError, match="MMParams"):
+        recipe.Float8CurrentScaling(fp8_gemm_fprop=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("TransformerLayer", "scaled_dot_product_attention"), ("DotProductAttention", "scaled_dot_product_attention"),
+        ("make_graphed_callables", "torch.cuda.graph"), ("moe_permute", "MoEMLP"), ("Fp8Padding", "leave the padding out"),
+        ("optimizers", "torch.optim"), ("Float8Tensor", "fourwave.quantize"), ("MXFP8Quantizer", "fourwave.quantize"),
+        ("initialize_ub", "no tensor parallelism"), ("nonsense", "has no attribute 'nonsense'"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_told(name: str, says: str) -> None:
+    assert not hasattr(te, name)
+    with pytest.raises(AttributeError, match=says):
+        getattr(te, name)
+
+
+def test_checkpoint_ignores_what_means_nothing_without_reentrance() -> None:
+    linear, x = te.Linear(8, 8), randn(2, 8).requires_grad_()
+    y = te.checkpoint(linear, x, use_reentrant=False, distribute_saved_activations=True, tp_group=object())
+    assert torch.equal(y, linear(x))
+    for refused in ({"distribute_saved_activations": True}, {"get_rng_state_tracker": lambda: None}):
+        with pytest.raises(NotImplementedError, match=next(iter(refused))):
+            te.checkpoint(linear, x, **refused)
