@@ -37,7 +37,7 @@ OPERANDS: dict[str, dict[str, Any]] = {
 def scale_reads(geo: Geometry, halves: bool = False) -> dict[str, int]:
     """LDS reads of scales in a step of the main loop, by name: 16 bytes a lane, or transposing; each serves the step."""
     if geo.scales == "128":
-        return {"ds_read_b128": geo.frags_m + 1}
+        return {"ds_read_b128": geo.frags_m + 1} if geo.scales_in_lds else {}
     reads = {"ds_read_b128": 0, "ds_read_b64_tr_b8": 0}
     parts = 2 if halves else 1
     for tile, fragments in zip(geo.scale_tiles, (geo.frags_m, geo.frags_n), strict=True):
@@ -75,7 +75,7 @@ def pipeline(config: GemmConfig, precision: str) -> Shape:
         # Two and a half rounds of b's registers.
         return Shape("pipeline", rows - cut, config.tile_n - 16, 1344)
     steps = 6 * config.tile_k
-    if precision == "mxfp8":
+    if precision in ("mxfp8", "blocks"):
         steps = max(steps, 512 + config.tile_k)  # scales that come for 512 k at a time come twice
     return Shape("pipeline", rows - cut, config.tile_n - cut, steps - 3 * cut)
 

@@ -200,18 +200,17 @@ def test_wide_scales(arch, index):
     scaling = ("1x128", "128x128")
     problem = GemmProblem(64, 64, 64, "TN", *FLOAT8[arch], BF16, a_scaling=scaling[0], b_scaling=scaling[1])
     config = candidates_for(problem, arch)[index]
-    geo = geometry(config, "TN", 1, arch, "128" if arch == "gfx950" else False)
+    geo = geometry(config, "TN", 1, arch, "128")
     kernel = compiled(arch, "TN", index, FLOAT8[arch], scaling=scaling)
     print(kernel)
     loop, tiles = kernel.main_loop, geo.tiles_per_step
     _check_spills(kernel)
     assert kernel.lds_bytes == lds_bytes(config, "TN", 1, arch, geo.scales) <= LDS_BYTES[arch]
     assert loop.k == tiles * config.tile_k
-    blocks = loop.k // 128
-    assert loop.mfma == geo.frags_m * geo.frags_n * blocks * (1 if arch == "gfx950" else 4)
+    assert loop.k == 512
+    assert loop.mfma == geo.frags_m * geo.frags_n * 4 * (1 if arch == "gfx950" else 4)
     fragment_reads = (geo.frags_m + geo.frags_n) * loop.k // 64
     if arch == "gfx950":
-        assert loop.k == 512
         assert loop.lds_reads == {"ds_read_b128": fragment_reads + geo.frags_m + 1}
         assert loop.copies <= 2 * 4 * (geo.frags_m + 1)
         assert (loop.loads_to_lds, loop.loads) == (tiles * geo.loads_per_tile, 0)
@@ -219,10 +218,9 @@ def test_wide_scales(arch, index):
         assert len(counted) == tiles
         assert all(f"vmcnt({(geo.num_stages - 2) * geo.loads_per_tile})" in wait for wait in counted)
     else:
-        scale_loads = (geo.frags_m + 1) * blocks
         assert loop.lds_reads == {"ds_read_b128": fragment_reads}
         assert kernel.agpr == 0
-        assert (loop.loads_to_lds, loop.loads) == (0, tiles * (geo.a.loads + geo.b.loads) + scale_loads)
+        assert (loop.loads_to_lds, loop.loads) == (0, tiles * (geo.a.loads + geo.b.loads) + geo.frags_m + 1)
 
 
 @pytest.mark.parametrize(("arch", "layout", "index"), ALL)

@@ -104,11 +104,8 @@ def test_accesses_and_spills(arch: str, precision: str, layout: str, config: Gem
         row_loads = sum(rows) * (1 if keeps_scales(problem, config, arch) else tiles)
         assert len(loads) == len(wide) == operand_loads // 2 + columns * tiles + row_loads, loads
     elif arch == "gfx942":
-        # What is not wide are float32 scales, one for each row, or 128 rows, and 128 k.
-        assert len(wide) == operand_loads
-        assert len(loads) - len(wide) == (
-            0 if problem.a_scaling != "1x128" else (geo.frags_m + 1) * (tiles * config.tile_k // 128)
-        )
+        scale_loads = geo.frags_m + 1 if geo.scales == "128" else 0  # of rows, and of 128 rows; of 512 k, a step
+        assert len(loads) == len(wide) == operand_loads + scale_loads, loads
     else:
         assert len(loads) == len(wide), loads
         assert len([line for line in wide if "lds" not in line]) == (tiles * geo.b_loads if ahead else 0)

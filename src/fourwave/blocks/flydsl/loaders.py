@@ -661,7 +661,11 @@ class NoScales:
 
 
 class RegisterScales:
-    """gfx942: float32 scales of blocks of 128 k straight into registers: those of a wave's rows of a, and that of its rows of b."""
+    """gfx942: float32 scales of blocks of 128 k straight into registers, of SCALE_K k at once: those of a wave's rows of a, and that of its
+    rows of b.
+
+    Rows of scales are whole chunks, zeros behind the last block (GlobalScales).
+    """
 
     def __init__(self, arguments, geo, m0, n0, K, wave_m, wave_n, lane):
         self.K = K
@@ -675,7 +679,8 @@ class RegisterScales:
             self.operands.append((tensor, row0, shape, pitch, offsets))
 
     def load(self, k0):
-        """Of the block that begins at k0 (Int32, uniform); zeros past K. Float32 Vectors of one: of a's fragments, then of b."""
+        """Of the blocks from k0 (Int32, uniform, a multiple of SCALE_K) on; zeros past K. Float32 Vectors of four blocks: of a's fragments,
+        then of b."""
         block = k0 >> 7
         values = []
         for tensor, row0, (rows, columns), pitch, offsets in self.operands:
@@ -683,7 +688,7 @@ class RegisterScales:
             num_bytes = (used - 1) * fx.Int32(pitch) + (columns - block) * 4
             base = fx.Int64(row0) * pitch + fx.Int64(block) * 4
             buffer = Buffer(tensor, base, select((k0 < self.K) & (used > 0), num_bytes, 0))
-            values += [buffer.load(offset, 1, fx.Float32) for offset in offsets]
+            values += [buffer.load(offset, SCALE_K // 128, fx.Float32) for offset in offsets]
         return values
 
 

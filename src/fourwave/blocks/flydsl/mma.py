@@ -156,9 +156,10 @@ class WaveMma:
             out[index] = self._sum(a, i, out[index], scales_a, byte)
         return out
 
-    def add_scaled(self, products, acc, row_scales, column_scale):
-        """acc[i][j] + products[i][j] * (row_scales[i] * column_scale), Float32 Vectors of one."""
-        factors = [fx.Vector.filled(ACC_PER_LANE, scale[0] * column_scale[0], fx.Float32) for scale in row_scales]
+    def add_scaled(self, products, acc, row_scales, column_scale, block):
+        """acc[i][j] + products[i][j] * (row_scales[i] * column_scale); scales: element `block` of Float32 Vectors."""
+        of_column = column_scale[block]
+        factors = [fx.Vector.filled(ACC_PER_LANE, scale[block] * of_column, fx.Float32) for scale in row_scales]
         return [
             fx.Vector(fx.fma(product, factors[index // self.frags_n], old))
             for index, (product, old) in enumerate(zip(products, acc, strict=True))

@@ -442,9 +442,14 @@ class Geometry:
         return ScaleTile(self.a.unpacked, self.scale_slots), ScaleTile(self.b.unpacked, self.scale_slots)
 
     @property
+    def scales_in_lds(self):
+        """Those of 128 k gfx942 loads straight to registers."""
+        return bool(self.scales) and not (self.scales == "128" and self.a.banks == LDS_BANKS["gfx942"])
+
+    @property
     def scale_bytes(self):
         """LDS of the scales of both operands."""
-        return sum(tile.slots * tile.slot_bytes for tile in self.scale_tiles if tile) if self.scales else 0
+        return sum(tile.slots * tile.slot_bytes for tile in self.scale_tiles if tile) if self.scales_in_lds else 0
 
     @property
     def idle_bytes(self):
@@ -454,7 +459,7 @@ class Geometry:
     @property
     def scale_loads(self):
         """Loads one wave issues per K tile for scales. Most bring nothing: they keep the wait counts constant."""
-        if not self.scales:
+        if not self.scales_in_lds:
             return 0
         return -(-sum(tile.slot_bytes for tile in self.scale_tiles if tile) // LOAD_BYTES)
 

@@ -4,8 +4,9 @@ a        TN, NN: [M, K]; NT: [K, M]          float32, bfloat16 or float16, inner
          or float8_e4m3fnuz and float8_e5m2fnuz, in any mix of a and b
          or float8_e4m3fn and float8_e5m2 with scales of blocks, see below
 b        TN: [N, K]; NN, NT: [K, N]          as a
-a_scale, b_scale   TN, "1x128" of a with "128x128" of b: float32, straight to registers; each product of 128 k is scaled
-                   before it is added. "1x32": float8_e8m0fnu in the operand's memory order ("tensor" and "row": epilogue.py)
+a_scale, b_scale   TN, "1x128" of a with "128x128" of b: float32, straight to registers, for 512 k (a step of the main loop) at once;
+                   each product of 128 k is scaled before it is added. "1x32": float8_e8m0fnu in the operand's memory order
+                   ("tensor" and "row": epilogue.py)
 out      [M, N] float32, bfloat16 or float16, inner stride 1; accumulation and epilogue in float32
 bias     [N], optional
 
@@ -70,6 +71,7 @@ from fourwave.blocks.flydsl.turned import TurnedCodes, TurnedColumns, TurnedFrag
 from fourwave.ops.gemm.cdna import finish, launcher
 from fourwave.ops.gemm.config import (
     block_scaled,
+    brings_scales,
     code_format,
     geometry,
     keeps_scales,
@@ -87,7 +89,13 @@ def build(spec, fmt, epi):
     b_ahead = spec.problem.b_preshuffled and shuffled_ahead(spec.config)
     through_lds = not b_ahead  # b
     geo = geometry(
-        spec.config, spec.problem.layout, fmt.elem_bytes, ARCH, swiglu=epi.activation == SWIGLU, b_ahead=b_ahead
+        spec.config,
+        spec.problem.layout,
+        fmt.elem_bytes,
+        ARCH,
+        brings_scales(spec.problem, ARCH),
+        swiglu=epi.activation == SWIGLU,
+        b_ahead=b_ahead,
     )
     split_k = split_step(spec.problem, geo)
     codes, wide = block_scaled(spec.problem), wide_scaled(spec.problem)
@@ -190,12 +198,15 @@ def build(spec, fmt, epi):
             )
 
         num_scales = 0
+        # The next step's float32 scales: 128 k before the first are needed, or, where sums and products are 128 registers, 64 later, into
+        # the registers of this step's.
+        late = geo.frags_m * geo.frags_n >= 16
         if fx.const_expr(wide):
             scales = RegisterScales(arguments, geo, m0, n0, K, wave_m, wave_n, lane)
             num_scales = geo.frags_m + 1
 
-        def load_scales(k_slice):
-            return scales.load(k_first + k_slice * geo.a.slice_k) if wide else []
+        def load_scales(step):
+            return scales.load(k_first + step * step_k) if wide else []
 
         # Prologue: tiles 0 and 1 to LDS, tile 2 in registers; the first fragments.
         tile0, tile1 = load_tile(fx.Int32(0)), load_tile(fx.Int32(1))
@@ -215,7 +226,7 @@ def build(spec, fmt, epi):
         scale = load_scales(fx.Int32(0))
 
         # Main loop, tiles_per_step K tiles a step. State: stage of tile k, tile k + 2 in registers, the first fragments
-        # of tile k, scales of its first 128 k, scales of rows from tile k + 2 on, those of the next 512 k, the accumulators.
+        # of tile k, float32 scales of the step, scales of rows from tile k + 2 on, those of the next 512 k, the accumulators.
         num_steps = num_tiles(K - k_first, step_k)
         counts = [len(staged), fragments_a.values, values_b, num_scales, len(ahead) * geo.frags_n, 2 * num_rows]
         state = [fx.Int32(0)] + staged + frag_a + frag_b + scale + [b for each in ahead for b in each]
@@ -253,16 +264,18 @@ def build(spec, fmt, epi):
                     slice_of_step = k_tile_of_step * geo.num_slices + k_slice
                     multiplied_b = fragments_b.sort(frag_b) if through_lds else ahead[slice_of_step]
                     if fx.const_expr(wide):
-                        # Two slices are the 128 k of a scale.
-                        second = slice_of_step % 2
+                        # Two slices are the 128 k of a scale, a step those of four.
+                        block, second = divmod(slice_of_step, 2)
+                        last = block == step_k // 128 - 1
                         if fx.const_expr(second == 0):
                             part = mma.zero()
-                            done = k_tile * geo.num_slices + k_slice
-                            next_scale = load_scales(done + 2)
+                            if fx.const_expr(last and not late):
+                                next_scale = load_scales(fx.Int32(step) + 1)
                         part = mma.step(fragments_a.sort(frag_a), multiplied_b, part)
                         if fx.const_expr(second == 1):
-                            acc = mma.add_scaled(part, acc, scale[: geo.frags_m], scale[geo.frags_m])
-                            scale = next_scale
+                            acc = mma.add_scaled(part, acc, scale[: geo.frags_m], scale[geo.frags_m], block)
+                            if fx.const_expr(last):
+                                scale = load_scales(fx.Int32(step) + 1) if late else next_scale
                     else:
                         acc = mma.step(fragments_a.sort(frag_a), multiplied_b, acc)
                     moves = k_slice == geo.num_slices - 1

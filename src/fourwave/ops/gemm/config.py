@@ -431,9 +431,9 @@ def scaled_along_k(problem: GemmProblem) -> bool:
 
 
 def brings_scales(problem: GemmProblem, arch: str) -> bool | str:
-    """Whether scales of blocks lie in LDS beside the operands, and which (Geometry.scales)."""
+    """Whether scales of blocks are brought beside the operands, and which (Geometry.scales)."""
     if wide_scaled(problem):
-        return "128" if arch == "gfx950" else False
+        return "128"
     if dequantizes_b(problem):
         return "b"
     return block_scaled(problem) and not dequantizes(problem, arch)
@@ -496,7 +496,7 @@ def geometry(
     packed: tuple[bool, bool] = (False, False),
     b_ahead: int = 0,
 ) -> Geometry:
-    """scales: of blocks of 32 k, brought beside the operands. swiglu: operand_tiles. packed: which of a and b is packed e2m1.
+    """scales: of blocks, brought beside the operands (brings_scales). swiglu: operand_tiles. packed: which of a and b is packed e2m1.
     b_ahead: shuffled_ahead, of preshuffled b."""
     a, b = operand_tiles(config, layout, elem_bytes, arch, swiglu, packed)
     return Geometry(
@@ -755,6 +755,8 @@ def _why_config_unsupported(problem, config, arch):
         if brings_scales(problem, arch) and SCALE_K % config.tile_k:
             return f"tile_k={config.tile_k}: scales come for {SCALE_K} of K at a time, which it must divide"
         # 4 KiB of LDS for each load in flight: what fits in LDS is less than s_waitcnt can count.
+    elif wide_scaled(problem) and SCALE_K % config.tile_k:
+        return f"tile_k={config.tile_k}: scales come for {SCALE_K} of K at a time, which it must divide"
     elif dequantizes(problem, arch) and config.tile_k > MAX_SCALED_K:
         return f"tile_k={config.tile_k}: of scales that come for {SCALE_K} of K at a time, a tile uses those of at most {MAX_SCALED_K}"
     elif config.num_stages != 2:
