@@ -650,6 +650,22 @@ def test_quantized_output_saturates_and_keeps_nan(out_format: str) -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu_tanh", "gelu", "swiglu"])
+@pytest.mark.parametrize("M", [256, 16])
+def test_activations_of_extreme_values(M: int, activation: str) -> None:
+    """Where an exponential overflows or vanishes, and at infinities and NaN; few rows take another kernel, but for swiglu."""
+    values = [0.0, 1e-30, 3e-3, 1.0, 8.0, 40.0, 88.0, 104.0, 3e4, 1e30, float("inf")]
+    values = [*values, *(-v for v in values), float("nan")]
+    a = torch.zeros(M, 64, dtype=BF16, device="cuda")
+    a[:, 0] = torch.tensor(values, device="cuda").repeat(M // len(values) + 1)[:M].to(BF16)
+    b = torch.zeros(256, 64, dtype=BF16, device="cuda")
+    b[:, 0] = 1
+    out = fw.gemm(a, b, activation=activation, out_dtype=FP32, backend="hopper")
+    bound = bounds.gemm_bound(a, b, FP32, activation=activation).nan_to_num(nan=0.0)  # of infinities
+    bounds.assert_within(out, gemm_reference(a, b, activation=activation), bound, activation)
+
+
+@on_gpu
 def test_more_outputs_in_a_graph() -> None:
     """amax starts anew with every replay; z of the second call of a kind goes the short way."""
     a = torch.randn(300, 512, device="cuda").to(BF16)

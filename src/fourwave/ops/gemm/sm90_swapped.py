@@ -135,6 +135,17 @@ class SwappedGemm:
             cute.arch.mbarrier_arrive(barrier, part * self.share + thread % 32)
 
     @cute.jit
+    def convert(
+        self, words: cute.Tensor, codes: cute.Pointer, scales: cute.Pointer, scale_words: cute.Tensor, stage: Int32, k: Int32,
+        k_begin: Int32, row: Int32, thread: Int32,
+    ):  # fmt: skip
+        """words, a fragment, from a stage; `scale_words` keeps the scales for the steps that share them."""
+        if k == 0 or (k_begin + k) % mxfp4.GROUP_STEPS == 0:
+            mxfp4.load_scales(scale_words, scales + stage * self.scale_loader.block_elements, row)
+        loaded = mxfp4.load_codes(codes + stage * self.loader_b.stage_bytes, row)
+        mxfp4.convert(words, loaded, scale_words, (k_begin + k) % mxfp4.GROUP_STEPS, thread % 32)
+
+    @cute.jit
     def scale_offsets(self, M: Int32, N: Int32, m0: Int32, n0: Int32, k_tiles: Int32, thread: Int32):
         """Where the scales of b ([N / 128, k_tiles]) for this thread's two rows begin, and those of a ([M, k_tiles]) for each
         of its tokens, in the order of its values. Past the end any will do: what they scale is not stored."""
@@ -300,8 +311,9 @@ class SwappedGemm:
             if cutlass.const_expr(self.packed):
                 mma = mma_block.tiled_mma(loader_a, loader_a, self.tokens, True)
                 slice_ = mma.get_slice(0)
-                operand_b = cute.make_rmem_tensor(mma.partition_shape_A((ROWS, mxfp4.STEP)), loader_a.dtype)
-                words_b = cute.recast_tensor(operand_b, Int32)
+                shape_b = mma.partition_shape_A((ROWS, mxfp4.STEP))
+                operand_b = tuple(cute.make_rmem_tensor(shape_b, loader_a.dtype) for _ in range(2))
+                words_b = tuple(cute.recast_tensor(each, Int32) for each in operand_b)
                 alpha = alpha * Float32(2.0**mxfp4.SHIFT)
             else:
                 mma = mma_block.tiled_mma(loader_b, loader_a, self.tokens)
@@ -327,21 +339,38 @@ class SwappedGemm:
                 m_tile = tile - n_tile * tiles_m
                 n_tile = n_tile * share + column
                 if cutlass.const_expr(self.packed):
+                    # One step is converted while the one before it is multiplied, out of another fragment.
                     acc.fill(0.0)
                     row = consumer * ROWS + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
-                    for k in cutlass.range(k_count, unroll=1):
+                    for turns in cutlass.range(k_count // 2, unroll=1):
+                        for half in cutlass.range_constexpr(2):
+                            k = 2 * turns + half
+                            cute.arch.mbarrier_wait(full + read.index, read.phase)
+                            self.convert(
+                                words_b[half], storage.b.data_ptr(), storage.scales.data_ptr(), scale_words, read.index, k,
+                                k_begin, row, thread,
+                            )  # fmt: skip
+                            warpgroup.fence()
+                            mma_block.multiply_registers(mma, acc, operand_b[half], operand_a, read.index)
+                            warpgroup.wait_group(1)
+                            if k > 0:
+                                self.release(empty + release.index, part, thread)
+                                release.advance()
+                            read.advance()
+                    if k_count % 2 == 1:
                         cute.arch.mbarrier_wait(full + read.index, read.phase)
-                        if k == 0 or (k_begin + k) % mxfp4.GROUP_STEPS == 0:
-                            buffer = storage.scales.data_ptr() + read.index * self.scale_loader.block_elements
-                            mxfp4.load_scales(scale_words, buffer, row)
-                        codes = mxfp4.load_codes(storage.b.data_ptr() + read.index * loader_b.stage_bytes, row)
-                        warpgroup.wait_group(0)
-                        if k > 0:
+                        self.convert(
+                            words_b[0], storage.b.data_ptr(), storage.scales.data_ptr(), scale_words, read.index,
+                            k_count - 1, k_begin, row, thread,
+                        )  # fmt: skip
+                        warpgroup.fence()
+                        # An instruction of the branch's own: what `multiply_registers` sets in it is not there outside.
+                        last = mma_block.tiled_mma(loader_a, loader_a, self.tokens, True)
+                        mma_block.multiply_registers(last, acc, operand_b[0], operand_a, read.index)
+                        warpgroup.wait_group(1)
+                        if k_count > 1:
                             self.release(empty + release.index, part, thread)
                             release.advance()
-                        mxfp4.convert(words_b, codes, scale_words, (k_begin + k) % mxfp4.GROUP_STEPS, thread % 32)
-                        warpgroup.fence()
-                        mma_block.multiply_registers(mma, acc, operand_b, operand_a, read.index)
                         read.advance()
                     warpgroup.wait_group(0)
                     self.release(empty + release.index, part, thread)
