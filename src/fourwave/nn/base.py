@@ -59,7 +59,7 @@ class QuantizedModule(nn.Module):
     rounding_seed: Tensor | None
 
     def __init__(self, recipe: Recipe | None = None) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # super() of fourwave.nn.Linear is torch.nn.Linear, whose constructor makes parameters
         if recipe is not None and not isinstance(recipe, Recipe):
             raise ValueError(f"recipe is {recipe!r}; it must be one of fourwave.recipes, such as MXFP8(), or None")
         self.recipe = recipe

@@ -78,6 +78,8 @@ class LinearBase(QuantizedModule):
             stand_in = torch.empty(0, dtype=stored.dtype, device=x.device, requires_grad=trains)
             return stand_in, stored.pair(self, step.plan, compute_dtype(x)), main_grad, bool(is_first_microbatch)
         weight = getattr(self, name)
+        if not torch.compiler.is_compiling():
+            _refuse_shards(x=x, **{name: weight})
         main_grad, overwrite = None, False
         if self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled():
             main_grad, overwrite = self._main_grad(name, is_first_microbatch)
@@ -167,6 +169,16 @@ class LinearBase(QuantizedModule):
                 weight.grad = dw if weight.grad is None else weight.grad + dw
 
 
+def _refuse_shards(**tensors: Tensor) -> None:
+    """Of a DTensor only this rank's part could be multiplied."""
+    for name, tensor in tensors.items():
+        if type(tensor).__name__ == "DTensor":
+            raise NotImplementedError(
+                f"{name} is a DTensor, {tuple(tensor.shape)} over several ranks: modules multiply whole tensors, tensor parallelism "
+                "(parallelize_module) is not here. FSDP2 gathers the parameters of the modules that it wraps before their forward pass"
+            )
+
+
 class StoredWeight:
     """A weight that exists in quantized form only: what its buffers mean."""
 
@@ -211,8 +223,9 @@ def made_parameter(shape: tuple[int, ...], device: Any, dtype: torch.dtype | Non
     return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
 
-class Linear(LinearBase):
-    """y = x @ weight.T + bias. A drop-in for torch.nn.Linear: same parameters, initial values and state_dict.
+class Linear(LinearBase, nn.Linear):
+    """y = x @ weight.T + bias. A torch.nn.Linear, with its parameters, initial values and state_dict: code that asks for that class
+    (optimizer groups, initialisation, LoRA adapters) finds it. Code that reads .weight and multiplies by itself does not quantize.
 
     params_dtype  of weight and bias; default torch's default dtype
     init_method   function that fills the weight in place; default that of torch.nn.Linear
@@ -248,7 +261,7 @@ class Linear(LinearBase):
         self.return_bias, self.init_method = return_bias, init_method
         self.weight = made_parameter((out_features, in_features), device, params_dtype)
         if bias:
-            self.bias: nn.Parameter | None = made_parameter((out_features,), device, params_dtype)
+            self.bias: nn.Parameter | None = made_parameter((out_features,), device, params_dtype)  # type: ignore[assignment]
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
