@@ -76,7 +76,8 @@ def pipeline(config: GemmConfig, precision: str) -> Shape:
         return Shape("pipeline", rows - cut, config.tile_n - 16, 1344)
     steps = 6 * config.tile_k
     if precision in ("mxfp8", "blocks"):
-        steps = max(steps, 512 + config.tile_k)  # scales that come for 512 k at a time come twice
+        # Scales that come for 512 k at a time come twice; where that is a step, every tile that the first one loads is there.
+        steps = max(steps, 512 + (3 if precision == "blocks" else 1) * config.tile_k)
     return Shape("pipeline", rows - cut, config.tile_n - cut, steps - 3 * cut)
 
 
