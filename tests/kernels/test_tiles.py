@@ -24,14 +24,6 @@ def stored_tiles(config, layout, elem_bytes, arch):
     return a, b
 
 
-def read_by_neighbours():
-    """Tiles of gfx942's grouped kernels whose K is not contiguous. (Those of its dense ones: test_turned_tiles.py.)"""
-    for elem_bytes in (1, 2):
-        for extent, waves in ((128, 2), (64, 2), (128, 4), (64, 1), (32, 1)):
-            group = min(4, extent // waves // 16)
-            yield "gfx942", OperandTile(extent, 128 // elem_bytes, False, elem_bytes, LDS_BANKS["gfx942"], group)
-
-
 TILES = sorted(
     {
         (arch, tile)
@@ -41,8 +33,7 @@ TILES = sorted(
         for layout in ("TN", "NN", "NT")
         for tile in stored_tiles(config, layout, elem_bytes, arch)
         if not isinstance(tile, TurnedTile)
-    }
-    | set(read_by_neighbours()),
+    },
     key=str,
 )
 IDS = [
@@ -80,26 +71,15 @@ def reads(arch: str, tile: OperandTile):
                     addresses = [tile.address(line_at[k], m // chunk) + m % chunk * size for k, m in where]
                     yield addresses, [range(32), range(32, 64)], 8
         return
-    if tile.in_columns:
-        # Chunks of four columns; lanes that share one read it at neighbouring k.
-        sharing = 4 // tile.group
-        for k0 in range(0, tile.tile_k, 4 * lane_k):
-            for column0 in range(0, tile.extent, 16 * tile.group):
-                for k in range(0, lane_k, sharing):
-                    where = [
-                        (k0 + lane_k * (x // 16) + k + x % sharing, column0 + x % 16 // sharing * 4) for x in LANES
-                    ]
-                    addresses = [tile.address(line_at[each], m // chunk) for each, m in where]
-                    yield addresses, read_b128_groups(tile.banks), 16
-        return
-    width = size * tile.group
-    together = max(1, min(64, tile.banks * 4 // max(width, 4)))
-    groups = [range(first, first + together) for first in range(0, 64, together)]
+    assert tile.in_columns
+    # Chunks of four columns; lanes that share one read it at neighbouring k.
+    sharing = 4 // tile.group
     for k0 in range(0, tile.tile_k, 4 * lane_k):
         for column0 in range(0, tile.extent, 16 * tile.group):
-            for k in range(lane_k):
-                where = [(k0 + lane_k * (x // 16) + k, column0 + x % 16 * tile.group) for x in LANES]
-                yield [tile.address(line_at[k], m // chunk) + m % chunk * size for k, m in where], groups, width
+            for k in range(0, lane_k, sharing):
+                where = [(k0 + lane_k * (x // 16) + k + x % sharing, column0 + x % 16 // sharing * 4) for x in LANES]
+                addresses = [tile.address(line_at[each], m // chunk) for each, m in where]
+                yield addresses, read_b128_groups(tile.banks), 16
 
 
 @pytest.mark.parametrize(("arch", "tile"), TILES, ids=IDS)

@@ -23,7 +23,6 @@ from fourwave.blocks.flydsl.memory import (
     permute_bytes,
     select,
     swap_lanes,
-    transpose_bytes,
 )
 from fourwave.blocks.flydsl.tiles import (
     CHUNK_BYTES,
@@ -150,10 +149,8 @@ class StagedTile:
 
 
 class StagedCodes:
-    """gfx942: 8-bit codes with scales of blocks of 32 k, which become bfloat16 on their way to LDS.
-
-    Where K is not contiguous, the tile's chunks of 16 codes travel with the scales of 16 columns, once for all loads of the same 32 k.
-    Numbers: dequantize.bfloat16_pairs.
+    """gfx942: 8-bit codes with scales of blocks of 32 k, which become bfloat16 on their way to LDS; K is contiguous. (Where it is not:
+    turned.TurnedCodes.) A lane's chunk of 16 codes has one scale. Numbers: dequantize.bfloat16_pairs.
     """
 
     def __init__(self, tensor, scale, image, code_format, row0, K, thread):
@@ -167,52 +164,26 @@ class StagedCodes:
         self.scale_rows = fx.Int32(fx.get_scalar(scale.shape[0]))
         self.scale_columns = fx.Int32(fx.get_scalar(scale.shape[1]))
         self.scale_row_bytes = fx.Int64(fx.get_scalar(scale.stride[0]))
-        self.half = (self.scale_rows if image.k_contiguous else self.scale_columns) >> 1
+        self.half = self.scale_rows >> 1
         per_line = self.tile.chunks_per_line
         line, self.chunk = thread // per_line, thread % per_line
         self.line = line
-        at = [i * self.tile.lines_per_load for i in range(self.tile.loads)]
-        # Load -> which scales it needs: loads of the same 32 k share those of columns.
-        blocks = at if image.k_contiguous else [lines // 32 for lines in at]
-        self.scale_of = [sorted(set(blocks)).index(block) for block in blocks]
         pitch = fx.Int32(self.scale_row_bytes)
-        self.scale_offsets = []
-        for index in range(max(self.scale_of) + 1):
-            row = image.source_row(line + at[self.scale_of.index(index)])
-            if image.k_contiguous:
-                offset = image.paired(row, self.half) * pitch + (self.chunk >> 1)
-            else:
-                column = image.paired(self.chunk * CHUNK_BYTES, self.half)
-                offset = select(column < self.scale_columns - row0, (row >> 5) * pitch + column, OUT_OF_RANGE)
-            self.scale_offsets.append(offset)
-        self.loads = self.tile.loads + len(self.scale_offsets)
-        self.values = self.loads
+        rows = [image.source_row(line + i * self.tile.lines_per_load) for i in range(self.tile.loads)]
+        self.scale_offsets = [image.paired(row, self.half) * pitch + (self.chunk >> 1) for row in rows]
+        self.loads = self.values = 2 * self.tile.loads
         self.writes = 2 * self.tile.loads
-
-    def load(self, k0):
-        """This lane's chunks of codes of one stage, then their scales: `values` Vectors. K is not contiguous."""
-        assert not self.image.k_contiguous, "scales of rows: ScaledRows"
-        codes = self.load_codes(k0)
-        block = k0 >> 5
-        used_rows = minimum(self.scale_rows - block, fx.Int32(max(1, self.image.tile_k // 32)))
-        num_bytes = (used_rows - 1) * fx.Int32(self.scale_row_bytes) + self.scale_columns - self.row0
-        byte_offset = fx.Int64(block) * self.scale_row_bytes + fx.Int64(self.row0)
-        scales = Buffer(self.scale, byte_offset, select(k0 < self.K, num_bytes, 0))
-        return codes + [scales.load(offset, 4, fx.Int32) for offset in self.scale_offsets]
 
     def load_codes(self, k0):
         buffer, offsets = self.source.step(k0)
         return [buffer.load(offset, 4, fx.Int32) for offset in offsets]
 
     def store(self, values, lds, stage_offset):
-        """What load() brought, dequantized, to LDS: two chunks for each of codes. K contiguous: a row's scale is in a word's lowest byte."""
+        """Codes, dequantized, to LDS: two chunks for each. values: those, and for each an Int32 whose lowest byte is the scale."""
         codes, scales = values[: self.tile.loads], values[self.tile.loads :]
-        if self.image.k_contiguous:
-            factors = [[scale_factor(scale[0], 0)] * 16 for scale in scales]
-        else:
-            factors = [[scale_factor(scale[c // 4], c % 4) for c in range(16)] for scale in scales]
+        factors = [[scale_factor(scale[0], 0)] * CHUNK_BYTES for scale in scales]
         for i, chunk in enumerate(codes):
-            words = bfloat16_pairs([chunk[w] for w in range(4)], factors[self.scale_of[i]], self.format)
+            words = bfloat16_pairs([chunk[w] for w in range(4)], factors[i], self.format)
             for half in (0, 1):
                 # Lines of successive loads are a whole number of the swizzle's periods apart.
                 at = self.image.address(self.line, 2 * self.chunk + half)
@@ -221,8 +192,8 @@ class StagedCodes:
 
 
 class ScaledRows(StagedCodes):
-    """StagedCodes where K is contiguous. A lane loads the scales of SCALE_K k of a row at once, 16 bytes. Two lanes have chunks of the
-    same rows and block: of two rows each loads the scales of one, and gives them to the other.
+    """StagedCodes whose scales a lane loads for SCALE_K k of a row at once, 16 bytes. Two lanes have chunks of the same rows and block:
+    of two rows each loads the scales of one, and gives them to the other.
 
     kept: scales stay in registers for SCALE_K k, and the kernel loads them (load_scales), apart from the codes; else they come with
     each tile's codes, of which the tile uses its own, and are in registers no longer than these.
@@ -336,7 +307,8 @@ class Fragments:
 
     Only the swizzle makes addresses differ in more than a constant, so a few per-lane bases and immediate offsets do.
 
-    Packed codes with transposing reads: a fragment is half of a chunk, and so are two neighbours. That the lanes of half a wave
+    Where K is not contiguous: gfx950's transposing reads, of 8- and 16-bit operands and packed codes. (32 bits: column_chunks.py; gfx942:
+    turned.py.) Packed codes: a fragment is half of a chunk, and so are two neighbours. That the lanes of half a wave
     reach all banks, those of odd lane groups read the other fragment of two; sort() puts both right.
     """
 
@@ -345,7 +317,8 @@ class Fragments:
         self.tile, self.fmt, self.count = tile, fmt, count
         self.elems = fmt.fragment_elems(tile.fragment_bytes)
         self.chunks = tile.fragment_bytes // CHUNK_BYTES
-        self.sorted = tile.k_contiguous or (tile.transposing and not tile.packed)
+        assert tile.k_contiguous or tile.transposing, tile
+        self.values = count  # Vectors that read() returns
         group, in_group = lane // MMA_M, lane % MMA_M
         if tile.k_contiguous:
             # Lane: row in_group, chunk `group` of every four. One base per four chunks.
@@ -356,24 +329,18 @@ class Fragments:
                 chunks = [group + c for c in range(0, tile.chunks_per_line, LANE_GROUPS)]
             self.bases = [tile.address(line, chunk) for chunk in chunks]
             return
-        if tile.transposing:
-            # A transposing read takes `rows` rows of k and 16 columns from 16 lanes (memory.lds_read_transposed), a lane
-            # receives `rows` k of one column. A lane group's k of a chunk are consecutive, as where K is contiguous.
-            rows = self.rows = 16 if tile.packed else 8 // tile.elem_bytes
-            line = tile.source_row(group * 2 * rows + in_group // (MMA_M // rows))
-            if tile.packed:
-                assert count % 2 == 0, count
-                self.swapped = group & 1
-                columns = [((first_row >> 1) + (i & ~1) * 8) + ((i & 1) ^ self.swapped) * 8 for i in range(count)]
-            else:
-                columns = [first_row + i * MMA_M + in_group % (MMA_M // rows) * rows for i in range(count)]
+        # A transposing read takes `rows` rows of k and 16 columns from 16 lanes (memory.lds_read_transposed), a lane
+        # receives `rows` k of one column. A lane group's k of a chunk are consecutive, as where K is contiguous.
+        rows = self.rows = 16 if tile.packed else 8 // tile.elem_bytes
+        line = tile.source_row(group * 2 * rows + in_group // (MMA_M // rows))
+        if tile.packed:
+            assert count % 2 == 0, count
+            self.swapped = group & 1
+            columns = [((first_row >> 1) + (i & ~1) * 8) + ((i & 1) ^ self.swapped) * 8 for i in range(count)]
         else:
-            # Lane: columns tile.group * in_group + 0.. of each group of fragments; line of the group's first k.
-            line = group
-            width = tile.group
-            columns = [first_row + (i * MMA_M + in_group) * width for i in range(count // width)]
+            columns = [first_row + i * MMA_M + in_group % (MMA_M // rows) * rows for i in range(count)]
         # One base per address that the swizzle, which reaches 16 chunks, makes different; the others by offset.
-        step = MMA_M * (1 if tile.transposing else tile.group) // (2 if tile.packed else 1)
+        step = MMA_M // (2 if tile.packed else 1)
         self.period = min(len(columns), max(1, min(tile.extent, 16 * tile.chunk_elems) // step))
         self.step_bytes = step * tile.elem_bytes
         self.bases = [
@@ -384,14 +351,7 @@ class Fragments:
     @property
     def reads(self):
         """LDS reads per slice."""
-        if self.sorted or self.tile.packed:
-            return self.count * self.chunks * (1 if self.tile.k_contiguous else 2)
-        return self.values
-
-    @property
-    def _lane_k(self):
-        """k of one lane in a slice."""
-        return self.tile.slice_k // LANE_GROUPS
+        return self.count * self.chunks * (1 if self.tile.k_contiguous else 2)
 
     def read(self, lds, stage_offset, k_slice):
         """What LDS holds of one slice, a list of Vectors: fragments, or what sort() makes into fragments."""
@@ -400,50 +360,15 @@ class Fragments:
             return [self._read_row(lds, [base + stage_offset for base in bases], i) for i in range(self.count)]
         offset = stage_offset + k_slice * self.tile.slice_k * self.tile.line_bytes
         bases = [base + offset for base in self.bases]
-        if self.tile.transposing:
-            return [self._read_transposed(lds, self._at(bases, i)) for i in range(self.count)]
-        # Rows of neighbours, one per k: k + 1 lies 4 lines further (tiles.source_row).
-        step = 4 * self.tile.line_bytes
-        return [
-            self._read_neighbours(lds, self._at(bases, i) + k * step)
-            for i in range(self.count // self.tile.group)
-            for k in range(self._lane_k)
-        ]
-
-    @property
-    def values(self):
-        """Vectors that read() returns."""
-        if self.sorted or self.tile.packed:
-            return self.count
-        return self.count // self.tile.group * self._lane_k
+        return [self._read_transposed(lds, self._at(bases, i)) for i in range(self.count)]
 
     def sort(self, values):
-        """Fragments out of what read() returned. Done when they are multiplied, not when they are read: a set of rows
-        and the set of fragments made of it then need registers one after the other."""
-        if self.sorted:
+        """Fragments out of what read() returned."""
+        if not self.tile.packed or self.tile.k_contiguous:
             return values
-        if self.tile.packed:
-            swapped = self.swapped != 0
-            pairs = zip(values[::2], values[1::2], strict=True)
-            return [each for a, b in pairs for each in (swapped.select(b, a), swapped.select(a, b))]
-        size, group = self._lane_k, self.tile.group
-        fragments = []
-        for i in range(0, len(values), size):
-            rows = values[i : i + size]
-            if self.tile.elem_bytes == 1:
-                words = [transpose_bytes([row[0] for row in rows[k : k + 4]], group) for k in range(0, size, 4)]
-                fragments += [fx.Vector.from_elements([word[q] for word in words], fx.Int32) for q in range(group)]
-            else:
-                fragments += [fx.Vector.from_elements([row[q] for row in rows], self.fmt.dtype) for q in range(group)]
-        return fragments
-
-    def _read_neighbours(self, lds, at):
-        group = self.tile.group
-        if self.tile.elem_bytes > 1:
-            return lds_read(lds, at, group, self.fmt.dtype)
-        dtype = {1: fx.Uint8, 2: fx.Uint16, 4: fx.Uint32}[group]
-        word = lds_read(lds, at, 1, dtype)[0]
-        return fx.Vector.filled(1, word.to(fx.Int32), fx.Int32)
+        swapped = self.swapped != 0
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return [each for a, b in pairs for each in (swapped.select(b, a), swapped.select(a, b))]
 
     def _at(self, bases, i):
         return bases[i % self.period] + (i - i % self.period) * self.step_bytes

@@ -5,10 +5,7 @@ Its image in LDS keeps the memory order of the operand, so that global memory is
 
   k_contiguous      [extent][tile_k]   fragments are read with ds_read_b128
   otherwise         [tile_k][extent]   gfx950: transposing reads (ds_read_b64_tr_b16, ds_read_b64_tr_b8)
-                                       its 32-bit operands: column_chunks.py
-                                       gfx942's grouped kernels: a lane reads `group` neighbours at each k and sorts them
-                                       into as many fragments in registers
-                                       gfx942's dense kernels: turned_tiles.py
+                                       its 32-bit operands: column_chunks.py; gfx942: turned_tiles.py
 
 Two permutations make the reads free of bank conflicts without padding (a direct load to LDS cannot pad):
   lines   source_row: which row each LDS line holds; lines that one read touches at once are consecutive
@@ -180,8 +177,6 @@ class OperandTile:
         read touches k = 0-7 and 16-23 (or 8-15 and 24-31), sixteen lines. Packed ones: bits 4 and 5; k = 0-15 and 32-47.
         K not contiguous, 64 banks, 32 bits: lines are in memory's order; those that lanes who share a chunk's columns read at once
         are consecutive k.
-        K not contiguous, without transposing reads: the four lines 8 apart in k (16 for 8-bit operands) that the lane groups
-        read at once are consecutive.
         """
         if self.k_contiguous:
             if self.group == 1:
@@ -193,10 +188,8 @@ class OperandTile:
             if self.elem_bytes == 1:
                 return (line & ~24) | ((line & 8) << 1) | ((line & 16) >> 1)
             return (line & ~12) | ((line & 4) << 1) | ((line & 8) >> 1)
-        if self.in_columns:
-            return line
-        lane_k = CHUNK_BYTES // self.elem_bytes
-        return (line & ~(4 * lane_k - 1)) | ((line & 3) << log2(lane_k)) | ((line >> 2) & (lane_k - 1))
+        assert self.in_columns, self
+        return line
 
     @property
     def source_period(self):
@@ -205,9 +198,7 @@ class OperandTile:
             return MMA_M * self.group
         if self.transposing:
             return 64 if self.packed else 32 // self.elem_bytes
-        if self.in_columns:
-            return 1
-        return 64 // self.elem_bytes
+        return 1
 
     def half(self, waves):
         """One of two halves that `waves` waves share: each has the first (or second) half of its part of the tile."""
@@ -276,8 +267,7 @@ class OperandTile:
     def _key_transposed(self, line):
         chunks = self.chunks_per_line
         if not self.transposing:
-            # Lane groups (32 bits, 64 banks: lanes that share chunks) read consecutive lines, 16 * group elements of each: as many
-            # lines at once as fill the banks.
+            # Lanes that share chunks read consecutive lines, 16 * group elements of each: as many lines at once as fill the banks.
             at_once = self.banks * 4 // CHUNK_BYTES
             span = max(1, MMA_M * self.group * self.elem_bytes // CHUNK_BYTES)
             together = min(LANE_GROUPS, max(1, at_once // span))

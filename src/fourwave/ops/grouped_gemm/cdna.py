@@ -408,8 +408,7 @@ class GroupedCodes(StagedCodes):
         self.values += 1  # which byte of the words
 
     def load(self, k0):
-        buffer, offsets = self.source.step(k0)
-        codes = [buffer.load(offset, 4, fx.Int32) for offset in offsets]
+        codes = self.load_codes(k0)
         # A tile's 64 k are two bytes of one word.
         block, block_of_chunk = k0 >> 5, self.chunk >> 1
         first = block & -4
