@@ -644,6 +644,7 @@ def test_quantized_output_saturates_and_keeps_nan(out_format: str) -> None:
             assert torch.equal(z.view(torch.int16)[~z.isnan()], y.to(BF16).view(torch.int16)[~z.isnan()])
             assert torch.equal(z.isnan(), y.isnan())
             right = fw.quantize(y, out_format, scale=scale, backend="native")
+            assert got.data is not None and right.data is not None
             assert torch.equal(got.data.view(torch.uint8), right.data.view(torch.uint8))
             assert got.amax is not None and right.amax is not None
             assert torch.equal(got.amax, right.amax) or (got.amax.isnan() and right.amax.isnan())
