@@ -101,7 +101,7 @@ def test_no_spills_and_the_loop_as_designed(arch, kind, index):
     # Every scale once for the workgroup and step, with the operands of its K tiles.
     per_tile = operand_loads(geo.a, problem, arch)
     per_tile += 2 * geo.frags_n if problem.b_preshuffled else operand_loads(geo.b, problem, arch)
-    assert loop.loads + loop.loads_to_lds == tiles * per_tile + scale_loads(problem, config, arch)
+    assert loop.loads + loop.loads_to_lds == tiles * per_tile + sum(scale_loads(problem, config, arch))
     # Never a wait for everything, and never for what the last K tile but one has issued.
     least = operand_loads(geo.a, problem, arch)
     least += 0 if problem.b_preshuffled else operand_loads(geo.b, problem, arch)
@@ -114,18 +114,19 @@ def operand_loads(image: OperandTile, problem: GroupedProblem, arch: str) -> int
     return loads + (loads if image.k_contiguous else 1) * dequantizes(problem, arch)
 
 
-def scale_loads(problem: GroupedProblem, config: GroupedConfig, arch: str) -> int:
-    """Loads that bring to LDS the scales of a step of the main loop."""
-    if not brings_scales(problem, arch):
-        return 0
-    return sum(-(-extent * SCALE_STEPS // WORKGROUP) for _, extent in scale_extents(problem, config))
+def scale_loads(problem: GroupedProblem, config: GroupedConfig, arch: str) -> tuple[int, int]:
+    """Loads of 4 and of 16 bytes a lane that bring to LDS the scales of a step of the main loop: of rows, and of neighbouring columns."""
+    extents = scale_extents(problem, config) if brings_scales(problem, arch) else ()
+    rows = [extent for kind, extent in extents if kind not in ("columns", "mx bytes")]
+    return sum(-(-extent * SCALE_STEPS // WORKGROUP) for extent in rows), len(extents) - len(rows)
 
 
 @needs_flydsl
 @pytest.mark.parametrize(("arch", "kind", "index"), ALL)
 def test_what_moves_fewer_than_16_bytes_a_lane(arch, kind, index):
-    """Operands do not, but for gfx950's transposing reads, which have 8 bytes at most. Scales may: they have the strides that the caller
-    gave them, in either direction, and a workgroup's threads bring those of 512 of K together, once."""
+    """Operands do not, but for gfx950's transposing reads, which have 8 bytes at most, and scales are read from LDS as operands are. What
+    brings scales of rows to LDS may: they have the strides that the caller gave them, in either direction, and a workgroup's threads
+    bring those of 512 of K together, once."""
     problem = problem_of(arch, kind)
     config = candidates(problem, arch)[index]
     geo, narrow = geometry(problem, config, arch), dict(compiled(arch, kind, index).main_loop.narrow)
@@ -133,8 +134,11 @@ def test_what_moves_fewer_than_16_bytes_a_lane(arch, kind, index):
     if arch == "gfx950" and any(columns):
         frags = sum(count for count, there in zip((geo.frags_m, geo.frags_n), columns, strict=True) if there)
         reads = frags * geo.a.fragment_bytes // 8 * geo.num_slices * tiles
+        if is_mx(problem):
+            sides = zip((geo.frags_m, geo.frags_n), columns, strict=True)
+            reads += sum(-(-count // 2) for count, there in sides if there)  # scales of two fragments, for the step
         assert narrow.pop(f"ds_read_b64_tr_b{8 * problem.a_dtype.itemsize}") == reads
-    loads = scale_loads(problem, config, arch)
+    loads, _ = scale_loads(problem, config, arch)
     if dequantizes(problem, arch):
         # Of a row each: a word, of which a K tile uses two bytes.
         rows = (tile for tile, there in zip((geo.a, geo.b), columns, strict=True) if not there)
@@ -144,8 +148,6 @@ def test_what_moves_fewer_than_16_bytes_a_lane(arch, kind, index):
         # gfx942: what the loads brought, to LDS.
         writes = narrow.pop("ds_write_b32", 0) + 2 * narrow.pop("ds_write2st64_b32", 0)
         assert writes == (loads if arch == "gfx942" else 0)
-        if arch == "gfx950" and is_mx(problem):
-            narrow.pop("ds_read_u8", None)
     assert not narrow
 
 

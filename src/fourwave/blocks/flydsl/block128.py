@@ -1,19 +1,22 @@
 """Scales that change along K: loaded once per workgroup, for SCALE_STEPS K tiles of 128 at a time, which is a step of the main loop.
 
 The scales of the next step are brought to LDS during this one, with the K tiles, and read into registers when it begins or
-before each K tile. float32 scales of blocks of 128 are multiplied in by software (BlockMma):
+before each K tile, 16 bytes a lane (8 where the read transposes). float32 scales of blocks of 128 are multiplied in by software
+(BlockMma):
 
   rows      one per row (of M) and block: LDS holds [row][SCALE_STEPS]; a lane reads all blocks of its row at once
   cells     one per 128 columns (of N) and block (weights): the same, a wave's columns share one
   columns   one per column (of N) and block (wgrad): LDS holds [SCALE_STEPS][column], two steps of it; a lane reads its columns
             before each K tile
 
-e8m0 scales of blocks of 32 go to the scaled matrix instruction, which takes from lane l the scale of row l % 16 and block
-l // 16 of a K tile:
+e8m0 scales of blocks of 32 go to the scaled matrix instruction, and lie in LDS as those of the GEMM kernels do (tiles.ScaleTile),
+which also read them (loaders.FragmentScales), for the whole step at once:
 
   mx rows   four bytes per row and K tile, else as rows
-  mx bytes  K not contiguous: LDS holds [4 * SCALE_STEPS blocks][column] bytes, two steps of it; a lane reads its byte before each
-            K tile
+  mx bytes  K not contiguous: LDS holds [4 * SCALE_STEPS blocks][column] bytes
+
+Scales of neighbouring columns come 16 bytes a lane. Those of rows, of any strides, come 4 bytes a lane, one load in four K tiles for 64
+rows.
 """
 
 from dataclasses import dataclass
@@ -31,11 +34,12 @@ from fourwave.blocks.flydsl.memory import (
     _i32,
     _lds_address,
     lds_read,
+    lds_write,
     minimum,
     select,
 )
 from fourwave.blocks.flydsl.mma import ACC_PER_LANE, WaveMma
-from fourwave.blocks.flydsl.tiles import MMA_M, WAVE, WORKGROUP
+from fourwave.blocks.flydsl.tiles import CHUNK_BYTES, MMA_M, WAVE, WORKGROUP, ScaleTile
 
 BLOCK_K = 128
 SCALE_STEPS = 4
@@ -62,24 +66,43 @@ class ScalePart:
     @property
     def each_tile(self):
         """Whether they are read before each K tile."""
-        return self.kind in ("columns", "mx bytes")
+        return self.kind == "columns"
 
     @property
     def slots(self):
         return 2 if self.each_tile else 1
 
     @property
+    def wide(self):
+        """Whether they come 16 bytes a lane: neighbouring columns of one unit of k. There are as many chunks as columns."""
+        return self.kind in ("columns", "mx bytes")
+
+    @property
     def loads(self):
-        """Loads of 4 bytes per lane that bring them."""
-        return -(-self.extent * SCALE_STEPS * 4 // _LOAD_BYTES)
+        """Loads of 4 or 16 bytes per lane that bring them."""
+        return 1 if self.wide else -(-self.extent * SCALE_STEPS * 4 // _LOAD_BYTES)
+
+    @property
+    def waves(self):
+        """Wide: that it takes to bring them. The others load as often, so that all wait alike: nothing, to a place of their own."""
+        return max(1, self.extent // WAVE)
 
     @property
     def slot_bytes(self):
-        return self.loads * _LOAD_BYTES
+        return self.waves * WAVE * CHUNK_BYTES if self.wide else self.loads * _LOAD_BYTES
+
+    @property
+    def scale_tile(self):
+        """mx: where they lie in a slot."""
+        return ScaleTile(self.tile, self.slots)
+
+    @property
+    def idle_bytes(self):
+        return (WORKGROUP // WAVE - self.waves) * WAVE * CHUNK_BYTES if self.wide else 0
 
     @property
     def lds_bytes(self):
-        return self.slots * self.slot_bytes
+        return self.slots * self.slot_bytes + self.idle_bytes
 
     @property
     def units(self):
@@ -91,23 +114,17 @@ class ScalePart:
         return 32 if self.kind == "mx bytes" else BLOCK_K
 
     def source(self, at):
-        """(unit of k, row or column) of the 4 bytes that lie `at` words into a slot."""
+        """(unit of k, row or first column) of the 4 or, if wide, 16 bytes that lie `at` times as many into a slot."""
         if self.kind == "columns":
-            return at // self.extent, at % self.extent
+            return at // (self.extent // 4), at % (self.extent // 4) * 4
         if self.kind == "mx bytes":
-            words = self.extent // 4
-            block = at // words
-            return block, ((at % words) ^ self.key(block)) * 4
+            tile = self.scale_tile
+            line = at // tile.line_chunks
+            return tile.block_of(line), ((at % tile.line_chunks) ^ tile.key(line)) * CHUNK_BYTES
         place = at // SCALE_STEPS
         if self.kind != "cells":
             place = self.tile.fragment_row(place // MMA_M, place % MMA_M)
         return at % SCALE_STEPS, place
-
-    def key(self, block):
-        """mx bytes: XORed onto the word index, so that the four blocks a read touches lie in different banks of 64."""
-        if self.extent >= 256:
-            return (block & 3) << 4
-        return (block & 2) << 3 if self.extent == 128 else block & 0
 
 
 class GlobalScales128:
@@ -129,6 +146,8 @@ class GlobalScales128:
         for i in range(part.loads):
             k, row = part.source(thread + i * WORKGROUP)
             inside = (row < minimum(count, fx.Int32(part.extent))) & (k < part.units)
+            if part.wide:
+                inside = inside & (thread < part.extent)
             self.k.append(k)
             self.offsets.append(select(inside, row * stride + k * k_stride, OUT_OF_RANGE))
 
@@ -149,64 +168,53 @@ class GlobalScales128:
         return buffer, offsets
 
     @dsl_loc_tracing
-    def to_lds(self, lds, place, k0, wave):
-        """Straight to LDS, part.loads loads of each wave (vmcnt)."""
+    def to_lds(self, lds, place, slot, k0, wave):
+        """Straight to LDS, part.loads loads of each wave (vmcnt). place: of the part; slot: offset in it."""
         buffer, offsets = self._step(k0)
+        if self.part.wide:
+            buffer.load_to_lds(lds, place + self._chunk(slot, wave * WAVE), offsets[0])
+            return
         for i, offset in enumerate(offsets):
-            at = place + (wave + i * (WORKGROUP // WAVE)) * (WAVE * 4)
+            at = place + slot + (wave + i * (WORKGROUP // WAVE)) * (WAVE * 4)
             _rocdl.raw_ptr_buffer_load_async_lds(
                 buffer.rsrc, _lds_address(lds, at), _i32(4), _i32(offset), _i32(0), _i32(0)
             )
 
+    def _chunk(self, slot, number):
+        """Offset of a chunk in a slot, or behind all slots."""
+        part = self.part
+        return select(number < part.waves * WAVE, slot, (part.slots - 1) * part.slot_bytes) + number * CHUNK_BYTES
+
     def to_registers(self, k0):
-        """This lane's, as Float32 Vectors of one."""
+        """This lane's, as Float32 Vectors of one, or of four neighbouring columns."""
         buffer, offsets = self._step(k0)
-        return [buffer.load(offset, 1, fx.Float32) for offset in offsets]
+        return [buffer.load(offset, 4 if self.part.wide else 1, fx.Float32) for offset in offsets]
 
     @dsl_loc_tracing
-    def write(self, values, lds, place, thread):
-        """What to_registers brought, to LDS."""
+    def write(self, values, lds, place, slot, thread):
+        """What to_registers brought, to LDS. place: of the part; slot: offset in it."""
+        if self.part.wide:
+            lds_write(lds, place + self._chunk(slot, thread), values[0])
+            return
         for i, value in enumerate(values):
-            at = place + (thread + i * WORKGROUP) * 4
+            at = place + slot + (thread + i * WORKGROUP) * 4
             _llvm.StoreOp(as_ir_value(value[0]), _lds_address(lds, at), alignment=4)
 
 
 class Scales128:
-    """Reads the scales that belong to one wave's fragments."""
+    """Reads the float32 scales that belong to one wave's fragments."""
 
-    def __init__(self, part, lds, place, rows, lane):
-        """place: bytes of the first slot in lds; rows: for each value to read its row's place, its cell, its first column or its
-        column in the tile (Int32)."""
-        self.part, self.lds, self.block = part, lds, lane // MMA_M
-        if part.kind == "mx bytes":
-            self.bases = [
-                place + self.block * part.extent + (((row // 4) ^ part.key(self.block)) * 4 + row % 4) for row in rows
-            ]
-        else:
-            self.bases = [place + row * (4 if part.kind == "columns" else 4 * SCALE_STEPS) for row in rows]
+    def __init__(self, part, lds, place, rows):
+        """place: bytes of the first slot in lds; rows: for each value to read its row's place, its cell or its first column in the
+        tile (Int32)."""
+        self.part, self.lds = part, lds
+        self.bases = [place + row * (4 if part.kind == "columns" else 4 * SCALE_STEPS) for row in rows]
 
     def read(self, tile=0, slot=None):
         """rows, cells: Vectors of the step's four K tiles. columns: Vectors of the lane's neighbouring columns for one K tile of the
-        step in `slot`; mx bytes: of its one byte."""
-        at = 0
-        if self.part.each_tile:
-            at = (
-                slot * self.part.slot_bytes
-                + tile * (self.part.units // SCALE_STEPS) * self.part.extent * self.part.elem_bytes
-            )
-        if self.part.kind == "mx bytes":
-            bytes_ = [lds_read(self.lds, base + at, 1, fx.Uint8)[0] for base in self.bases]
-            return [fx.Vector.filled(1, byte.to(fx.Int32), fx.Int32) for byte in bytes_]
-        dtype = fx.Int32 if self.part.kind == "mx rows" else fx.Float32
-        return [lds_read(self.lds, base + at, 4, dtype) for base in self.bases]
-
-    def of_tile(self, values, tile):
-        """mx: for each fragment an Int32 whose byte 0 is the scale, of what read returned."""
-        if self.part.kind == "mx bytes":
-            return values
-        # Four bytes of a row; the lane's is number lane // 16.
-        words = [fx.Uint32(value[tile]) >> fx.Uint32(self.block * 8) for value in values]
-        return [fx.Vector.filled(1, fx.Int32(word), fx.Int32) for word in words]
+        step in `slot`."""
+        at = slot * self.part.slot_bytes + tile * self.part.extent * 4 if self.part.each_tile else 0
+        return [lds_read(self.lds, base + at, 4, fx.Float32) for base in self.bases]
 
 
 class BlockMma(WaveMma):

@@ -14,6 +14,7 @@ from fourwave.ops.gemm.config import MAX_TILE_BYTES
 from fourwave.ops.grouped_gemm.config import (
     GroupedConfig,
     block_scaled,
+    brings_scales,
     default_config,
     grid_tiles,
     is_mx,
@@ -159,7 +160,15 @@ def run(problem: GroupedProblem, config: GroupedConfig | None, arch: str, tensor
     a_scale = tensors.a_scale
     if is_mx(problem):
         assert a_scale is not None and b_scale is not None
-        a_scale, b_scale = _whole_words("a_scale", a_scale, notes), _whole_words("b_scale", b_scale, notes)
+        # Of neighbouring columns gfx950 loads 16 bytes, of rows 4.
+        wide = brings_scales(problem, arch)
+        a_scale, b_scale = (
+            _whole_units(name, scale.view(torch.uint8), ALIGN_BYTES if wide and not k_last else 4, notes)
+            for name, scale, k_last in (("a_scale", a_scale, problem.a_k_last), ("b_scale", b_scale, problem.b_k_last))
+        )
+    elif block_scaled(problem) and problem.split != ROWS:
+        assert b_scale is not None
+        b_scale = _whole_units("b_scale", b_scale, ALIGN_BYTES, notes)
     vectorised = problem.N % 8 == 0 and out.data_ptr() % ALIGN_BYTES == 0
     vectorised = vectorised and all(stride * out.element_size() % ALIGN_BYTES == 0 for stride in out.stride()[:-1])
     bias = tensors.bias
@@ -191,15 +200,20 @@ def _readable(name: str, t: Tensor, notes: list[str]) -> Tensor:
     return padded
 
 
-def _whole_words(name: str, scale: Tensor, notes: list[str]) -> Tensor:
-    """e8m0 scales as bytes, rows of whole 32-bit words, zeros behind their ends."""
-    scale = scale.view(torch.uint8)
-    columns = scale.shape[-1]
+def _whole_units(name: str, scale: Tensor, unit_bytes: int, notes: list[str]) -> Tensor:
+    """Scales in aligned rows of whole units of 4 or 16 bytes, zeros behind their ends."""
+    columns, unit = scale.shape[-1], unit_bytes // scale.element_size()
     strides = scale.stride()[:-1]
-    if columns % 4 == 0 and scale.stride(-1) == 1 and scale.data_ptr() % 4 == 0 and not any(s % 4 for s in strides):
+    if (
+        columns % unit == 0
+        and scale.stride(-1) == 1
+        and scale.data_ptr() % unit_bytes == 0
+        and not any(stride % unit for stride in strides)
+    ):
         return scale
-    notes.append(f"{name} copied: rows of whole 32-bit words are needed")
-    padded = scale.new_zeros((*scale.shape[:-1], -(-columns // 4) * 4))
+    what = "32-bit words" if unit_bytes == 4 else "16-byte chunks, 16-byte aligned,"
+    notes.append(f"{name} copied: rows of whole {what} are needed")
+    padded = scale.new_zeros((*scale.shape[:-1], -(-columns // unit) * unit))
     padded[..., :columns].copy_(scale)
     return padded
 

@@ -6,11 +6,11 @@ from typing import Any
 import flydsl.compiler as flyc
 from flydsl import expr as fx
 
-from fourwave.blocks.flydsl.block128 import BLOCK_K, GlobalScales128, ScalePart, Scales128
+from fourwave.blocks.flydsl.block128 import BLOCK_K, SCALE_STEPS, GlobalScales128, ScalePart, Scales128
 from fourwave.blocks.flydsl.control import when
 from fourwave.blocks.flydsl.epilogue import Epilogue, Partials, store_tile
 from fourwave.blocks.flydsl.groups import Sizes, matrix_view, vector_view
-from fourwave.blocks.flydsl.loaders import GlobalTile, StagedCodes, StagedTile
+from fourwave.blocks.flydsl.loaders import FragmentScales, GlobalTile, StagedCodes, StagedTile
 from fourwave.blocks.flydsl.memory import OUT_OF_RANGE, Buffer, keep_order, minimum, select, uniform
 from fourwave.blocks.flydsl.mma import FORMATS
 from fourwave.blocks.flydsl.schedule import k_part, num_tiles, output_tile
@@ -272,7 +272,7 @@ class Work:
 
     def scales(self, parts, lds, places):
         """((global, reader) of a, of b). places: offsets in lds."""
-        arguments, geo, lane = self.arguments, self.geo, self.lane
+        arguments, geo = self.arguments, self.geo
         a, b = parts
         group, m0, n0 = self.group, self.m0, self.n0
         size_a, size_b = a.elem_bytes, b.elem_bytes
@@ -302,13 +302,19 @@ class Work:
         return (
             (
                 GlobalScales128(arguments.a_scale, a, base_a, stride * size_a, k_stride * size_a, left_m, *k),
-                Scales128(a, lds, places[0], self._places(a, geo.a, self.wave_m * geo.wave_tile_m, geo.frags_m), lane),
+                self._reader(a, lds, places[0], geo.a, self.wave_m * geo.wave_tile_m, geo.frags_m),
             ),
             (
                 GlobalScales128(arguments.b_scale, b, base_b, b_stride * size_b, b_k_stride * size_b, left_n, *k),
-                Scales128(b, lds, places[1], self._places(b, geo.b, self.wave_n * geo.wave_tile_n, geo.frags_n), lane),
+                self._reader(b, lds, places[1], geo.b, self.wave_n * geo.wave_tile_n, geo.frags_n),
             ),
         )
+
+    def _reader(self, part, lds, place, tile, first, count):
+        """Of the scales of `count` fragments of a wave's part of the tile that begins at `first`."""
+        if part.kind.startswith("mx"):
+            return FragmentScales(part.scale_tile, lds, place, first, count, self.lane, SCALE_STEPS)
+        return Scales128(part, lds, place, self._places(part, tile, first, count))
 
     def _places(self, part, tile, first, count):
         """What Scales128 calls rows, for `count` fragments of a wave's part of the tile that begins at `first`."""
@@ -323,8 +329,6 @@ class Work:
                 for p in range(count // group)
                 for c in range(0, run, 4)
             ]
-        if part.kind == "mx bytes":
-            return [first + tile.fragment_row(i, lane % MMA_M) for i in range(count)]
         return [first + i * MMA_M + lane % MMA_M for i in range(count)]
 
     def columns(self, values):

@@ -125,8 +125,8 @@ def build(spec):
         def write_scales(values, step):
             place = bytes_a + bytes_b
             slot = (step & 1) * parts[1].slot_bytes if columns else 0
-            scales_a.write(values[: parts[0].loads], lds, place, thread)
-            scales_b.write(values[parts[0].loads :], lds, place + parts[0].lds_bytes + slot, thread)
+            scales_a.write(values[: parts[0].loads], lds, place, 0, thread)
+            scales_b.write(values[parts[0].loads :], lds, place + parts[0].lds_bytes, slot, thread)
 
         def read_fragments(stage, k_slice):
             b = [] if direct_b else fragments_b.read(lds, bytes_a + stage * geo.b.stage_bytes, k_slice)

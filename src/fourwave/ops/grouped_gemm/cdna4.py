@@ -56,8 +56,8 @@ def build(spec):
     bytes_a = geo.num_stages * geo.a.stage_bytes
     bytes_b = 0 if direct_b else geo.num_stages * geo.b.stage_bytes
     mx = is_mx(problem)
-    # Which operands' scales are read for a whole step, and which before each K tile.
-    step_a, step_b = (not part.each_tile for part in parts) if parts else (False, False)
+    # Whether b's scales are read for a whole step, as a's are, or before each K tile.
+    step_b = bool(parts) and not parts[1].each_tile
 
     @fx.struct
     class Storage:
@@ -103,37 +103,36 @@ def build(spec):
         def issue_scales(step):
             if blocks:
                 k0 = work.k0(step * per_step)
-                slot_a, slot_b = (
-                    0 if whole else (step & 1) * part.slot_bytes for whole, part in zip((step_a, step_b), parts)
-                )
-                scales_a.to_lds(lds, bytes_a + bytes_b + slot_a, k0, wave)
-                scales_b.to_lds(lds, bytes_a + bytes_b + parts[0].lds_bytes + slot_b, k0, wave)
+                slot_b = 0 if step_b else (step & 1) * parts[1].slot_bytes
+                scales_a.to_lds(lds, bytes_a + bytes_b, 0, k0, wave)
+                scales_b.to_lds(lds, bytes_a + bytes_b + parts[0].lds_bytes, slot_b, k0, wave)
 
         def read_fragments(stage, k_slice):
             b = [] if direct_b else fragments_b.read(lds, bytes_a + stage * geo.b.stage_bytes, k_slice)
             return fragments_a.read(lds, stage * geo.a.stage_bytes, k_slice) + b
 
-        def read_scales(step):
-            """Of the whole step."""
-            return (row_scales.read() if step_a else []) + (column_scales.read() if step_b else [])
+        def read_scales():
+            """Of a whole step, the one that LDS holds."""
+            if mx:
+                return row_scales.read(fx.Int32(0)) + column_scales.read(fx.Int32(0))
+            return (row_scales.read() if blocks else []) + (column_scales.read() if step_b else [])
 
         def read_tile_scales(step, tile):
             """Of one K tile."""
-            if not blocks:
-                return []
-            a = [] if step_a else row_scales.read(tile, step & 1)
-            return a + ([] if step_b else column_scales.read(tile, step & 1))
+            return column_scales.read(tile, step & 1) if blocks and not step_b else []
+
+        def sort_scales(scales):
+            """mx: for each fragment a word of the step's four K tiles, of what read_scales returned."""
+            count = len(row_scales)
+            return row_scales.sort(scales[:count], 0), column_scales.sort(scales[count:], 0)
 
         def multiply(a, b, acc, scales, of_tile, tile):
             if not blocks:
                 return mma.step(a, b, acc)
-            all_a = scales[: geo.frags_m] if step_a else of_tile[: geo.frags_m]
-            all_b = scales[geo.frags_m if step_a else 0 :] if step_b else of_tile[0 if step_a else geo.frags_m :]
             if mx:
-                return mma.step(a, b, acc, row_scales.of_tile(all_a, tile), column_scales.of_tile(all_b, tile))
-            return mma.fold(
-                a, b, acc, [scale[tile] for scale in all_a], all_b[0][tile] if step_b else work.columns(all_b)
-            )
+                return mma.step(a, b, acc, *scales, tile)
+            rows = [scale[tile] for scale in scales[: geo.frags_m]]
+            return mma.fold(a, b, acc, rows, scales[geo.frags_m][tile] if step_b else work.columns(of_tile))
 
         # Prologue: scales of the first step, then tiles into every stage; the first fragments once tile 0 has landed.
         issue_scales(fx.Int32(0))
@@ -147,7 +146,7 @@ def build(spec):
         wait_loads(in_flight=(geo.num_stages - 1) * tile_loads)
         barrier()
         frags = read_fragments(fx.Int32(0), 0)
-        scales, of_tile = read_scales(fx.Int32(0)), read_tile_scales(fx.Int32(0), 0)
+        scales, of_tile = read_scales(), read_tile_scales(fx.Int32(0), 0)
 
         # Main loop. State: stage of tile k, its first fragments, the step's scales, those of tile k, weights on their way,
         # the sums.
@@ -157,6 +156,8 @@ def build(spec):
             cut = [sum(counts[:i]) for i in range(len(counts) + 1)]
             (stage,), frags, scales, of_tile, flat_b, acc = (state[i:j] for i, j in itertools.pairwise(cut))
             ahead = [flat_b[i : i + geo.frags_n] for i in range(0, len(flat_b), geo.frags_n)]
+            # Before the next fragments need registers.
+            factors = sort_scales(scales) if mx else scales
             for tile in range(per_step):
                 k_tile = number * per_step + tile
                 next_stage = (stage == geo.num_stages - 1).select(fx.Int32(0), stage + 1)
@@ -178,7 +179,7 @@ def build(spec):
                         ahead += load_b(k_tile + (B_TILES_AHEAD if direct_b else geo.num_stages), stage)
                         next_frags = read_fragments(next_stage, 0)
                         if tile == per_step - 1:
-                            next_scales = read_scales(number + 1)
+                            next_scales = read_scales()
                             next_of_tile = read_tile_scales(number + 1, 0)
                             reads += len(next_scales) + len(next_of_tile)
                         else:
@@ -188,7 +189,7 @@ def build(spec):
                         next_frags = read_fragments(stage, k_slice + 1)
                     a = frags[: geo.frags_m]
                     b = ahead[0] if direct_b else frags[geo.frags_m :]
-                    acc = multiply(a, b, acc, scales, of_tile, tile)
+                    acc = multiply(a, b, acc, factors, of_tile, tile)
                     loads = loads_of(tile) if last else 0
                     interleave(mma.instructions, loads=loads, reads=reads)
                     keep_order()

@@ -220,10 +220,11 @@ def scale_bytes(problem: GroupedProblem, config: GroupedConfig, arch: str) -> in
     """LDS of the scales."""
     if not brings_scales(problem, arch):
         return 0
-    return sum(
-        (2 if kind in ("columns", "mx bytes") else 1) * -(-extent * SCALE_STEPS // WORKGROUP) * 4 * WORKGROUP
-        for kind, extent in scale_extents(problem, config)
-    )
+    parts = scale_extents(problem, config)
+    slots = sum((2 if kind == "columns" else 1) * -(-extent * SCALE_STEPS // WORKGROUP) for kind, extent in parts)
+    # Places of waves that bring none of them (block128.ScalePart).
+    wide = [extent for kind, extent in parts if kind in ("columns", "mx bytes")]
+    return 4 * WORKGROUP * (slots + sum(WORKGROUP // WAVE - max(1, extent // WAVE) for extent in wide))
 
 
 def lds_bytes(problem: GroupedProblem, config: GroupedConfig, arch: str) -> int:
@@ -242,7 +243,7 @@ def min_registers(problem: GroupedProblem, config: GroupedConfig, arch: str) -> 
     else:
         registers += (2 * frags_m + frags_n + 1) * fragment
     if brings_scales(problem, arch):
-        registers += SCALE_STEPS * (frags_m + (frags_n if is_mx(problem) else 1))
+        registers += frags_m + frags_n if is_mx(problem) else SCALE_STEPS * (frags_m + 1)
     if arch == "gfx942":
         staged = config.tile_m + (0 if problem.b_preshuffled else config.tile_n)
         registers += 2 * staged * config.tile_k * problem.a_dtype.itemsize // (4 * 4 * WAVE)
