@@ -98,6 +98,12 @@ def _gemms(arch: str) -> Iterator[KernelCall]:
         name = f"gemm {precision} {layout} {config.tile_m}x{config.tile_n}x{config.tile_k}"
         more = [f"{key} {value}" for key, value in _further(config)]
         yield KernelCall(" ".join([name, *more]), arch, _gemm(arch, case, config))
+    for name, case, config in further_gemms(arch):
+        yield KernelCall(name, arch, _gemm(arch, case, config))
+
+
+def further_gemms(arch: str) -> Iterator[tuple[str, GemmCase, Any]]:
+    """(name, case, config) of gfx942's and gfx950's calls beside launches.kernels: epilogues, and K split."""
     for kind, cases, split in (("epilogue", _epilogues(arch), 1), ("split-K", _splits(arch), 3)):
         for name, case in cases:
             # The third: more than one fragment in a wave, and small. Six steps for every part of K (whole 512, of scaled operands).
@@ -105,7 +111,7 @@ def _gemms(arch: str) -> Iterator[KernelCall]:
             packed = "mxfp4" in (case.a_format, case.b_format)  # rows of an even length
             case = replace(case, shape=replace(case.shape, K=6 * config.tile_k * split - (6 if packed else 5)))
             if gemm_config.why_unsupported(case.problem, config, arch) is None:
-                yield KernelCall(f"gemm {kind}: {name}", arch, _gemm(arch, case, config))
+                yield f"gemm {kind}: {name}", case, config
 
 
 def _further(config: Any) -> Iterator[tuple[str, Any]]:

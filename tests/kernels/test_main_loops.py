@@ -1,11 +1,12 @@
-"""Every GEMM kernel that the AMD backends have: its main loop's accesses, spills and LDS bank conflicts.
+"""Every GEMM kernel that gfx942 and gfx950 have: its main loop's accesses, spills and LDS bank conflicts.
 
-Operands move 16 bytes a lane: global loads always; LDS writes always; LDS reads on gfx942 always, on gfx950 where K is contiguous.
-Where it is not, and elements have less than 32 bits, gfx950 reads as wide as its transposing reads are (ds_read_b64_tr_*). e8m0 scales
-on gfx950 move like operands, a read for several fragments and all K of a step; float32 scales of 128 k too, a read for each fragment.
+Operands and scales move 16 bytes a lane, with one exception: where K is not contiguous and elements have less than 32 bits, gfx950 reads
+LDS as wide as its transposing reads are, 8 bytes (ds_read_b64_tr_*): 16 would need what gfx942 does, a transposition in registers on the
+way to LDS, and gfx950's loads go straight there. e8m0 scales on gfx950 move like operands, a read for several fragments and all K of a
+step; float32 scales of 128 k too, a read for each fragment.
 gfx942's e8m0 scales come 16 bytes a lane too, where K is contiguous those of 512 k of a row, in every step but the first of so many
 k none; its 256 x 256 tile loads them in every step.
-What the compiler makes of packed operands is in test_packed_gemm.py.
+What else the compiler makes of packed operands is in test_packed_gemm.py; grouped kernels are in test_grouped_isa.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import importlib.util
 import re
 from typing import Any
 
+import every_kernel
 import launches
 import pytest
 
@@ -27,6 +29,7 @@ from fourwave.ops.gemm.config import (
     in_halves,
     keeps_scales,
     multiplied_bytes,
+    packed_operands,
     shuffled_ahead,
 )
 from fourwave.ops.gemm.problem import GemmProblem
@@ -81,7 +84,45 @@ def accesses(kernel: isa.CompiledKernel, pattern: str) -> list[str]:
     return [line.strip() for line in body if re.match(rf"\s+{pattern}", line)]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
+def transposing_reads(problem: GemmProblem, config: GemmConfig, arch: str) -> set[str]:
+    """The only accesses of a main loop that may move fewer than 16 bytes a lane."""
+    size, ahead = multiplied_bytes(problem, arch), shuffled_ahead(config) if problem.b_preshuffled else 0
+    swiglu = problem.activation == "swiglu"
+    scales, packed = brings_scales(problem, arch), packed_operands(problem)
+    geo = geometry(config, problem.layout, size, arch, scales, swiglu, packed, ahead)
+    sizes = {4 if tile.packed else 8 * tile.elem_bytes for tile in (geo.a, geo.b) if tile.transposing}
+    sizes |= {8 for tile in (geo.scale_tiles if scales else ()) if tile is not None and not tile.tile.k_contiguous}
+    return {f"ds_read_b64_tr_b{bits}" for bits in sizes}
+
+
+needs_flydsl = pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
+FURTHER = [
+    *(
+        (arch, name, problem_of(arch, precision, layout), config)
+        for arch, precision, layout, config in KERNELS
+        if "mxfp4" in precision
+        for name in [f"{precision} {layout} {config.tile_m}x{config.tile_n}"]
+    ),
+    *((arch, name, case.problem, config) for arch in ARCHS for name, case, config in every_kernel.further_gemms(arch)),
+]
+SOON = ("gfx942 gemm split-K: mxfp8", "gfx950 mxfp4 NT 64x64")
+
+
+@needs_flydsl
+@pytest.mark.parametrize(
+    ("arch", "problem", "config"),
+    [
+        pytest.param(arch, *rest, id=f"{arch} {name}", marks=(pytest.mark.slow,) if f"{arch} {name}" in SOON else LONG)
+        for arch, name, *rest in FURTHER
+    ],
+)
+def test_accesses_of_packed_operands_epilogues_and_split_k(arch: str, problem: GemmProblem, config: GemmConfig) -> None:
+    kernel = isa.compile_isa(problem, config, arch)
+    assert (kernel.vgpr_spills, kernel.sgpr_spills, kernel.scratch_bytes) == (0, 0, 0)
+    assert set(kernel.main_loop.narrow) == transposing_reads(problem, config, arch)
+
+
+@needs_flydsl
 @pytest.mark.parametrize(("arch", "precision", "layout", "config"), parameters(COMPILED, packed=False))
 def test_accesses_and_spills(arch: str, precision: str, layout: str, config: GemmConfig) -> None:
     problem = problem_of(arch, precision, layout)
@@ -120,6 +161,7 @@ def test_accesses_and_spills(arch: str, precision: str, layout: str, config: Gem
     columns = sum(frags for frags, tile in contiguous if tile.transposing)
     transposing = f"ds_read_b64_tr_b{8 * size}"
     assert narrow == ({transposing} if columns else set())
+    assert set(kernel.main_loop.narrow) == narrow == transposing_reads(problem, config, arch)
     if columns:
         assert reads[transposing] == 2 * columns * per_fragment + scales.get(transposing, 0)
 
