@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import pickle
 from typing import Any
@@ -255,6 +256,14 @@ def test_grouped_gemm_makes_the_results_it_is_not_given() -> None:
         assert sums is not None and torch.equal(sums, c.sum(0))
     with pytest.raises(ValueError, match="use_bias=True and bias is None"):
         te.general_grouped_gemm(w, list(x), [None] * 3, None, BF16, use_bias=True)
+    for wrong in ([None] * 3, [None]):
+        with pytest.raises(ValueError, match="nothing to add to"):
+            te.general_grouped_gemm(w, list(x), wrong, None, BF16, m_splits=splits, single_output=True, accumulate=True)
+    with pytest.raises(ValueError, match="layout NT"):
+        te.general_grouped_gemm(list(x), dy, [None], None, BF16, layout="NT", m_splits=splits, single_output=True)
+    for rows in ([5, 0, 10], [17, -1, 0]):
+        with pytest.raises(ValueError, match="sum to the 16 rows of out"):
+            te.general_grouped_gemm(w, list(x), [torch.empty(16, 24)], None, BF16, m_splits=rows, single_output=True)
     with pytest.raises(ValueError, match="3 outputs"):
         te.general_grouped_gemm(w, list(x), [None] * 3, None, BF16, m_splits=splits, single_output=True)
 
@@ -294,6 +303,22 @@ def test_recipes_tell_their_kind_and_format(which: Any) -> None:
     for format in Format.E5M2, Format.E2M1:
         with pytest.raises(ValueError, match=format.name):
             which(fp8_format=format)
+
+
+@pytest.mark.parametrize("which", KINDS, ids=lambda c: c.__name__)
+def test_recipes_are_replaced_by_their_arguments(which: Any) -> None:
+    """Fields are the constructor's arguments."""
+    names = set(ORDERS[which].split())
+    made = which(fp8_format=Format.E4M3)
+    assert {f.name for f in dataclasses.fields(made) if f.init} == names
+    again = dataclasses.replace(made, fp8_format=Format.HYBRID)
+    assert again == which(fp8_format=Format.HYBRID) != made and hash(again) == hash(which(fp8_format=Format.HYBRID))
+    assert again.plan == which(fp8_format=Format.HYBRID).plan
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.fp8_format = Format.HYBRID
+    if which is recipe.DelayedScaling:
+        factor = dataclasses.replace(which(scaling_factor_compute_algo=lambda amax, old, largest, _: 2 * old), margin=1)
+        assert factor.margin == 1 and factor.plan.rescale[0](1.0, 0.5, 448.0, factor) == 0.25
 
 
 def test_formats_know_their_largest_values() -> None:

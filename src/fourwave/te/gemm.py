@@ -124,10 +124,16 @@ def general_grouped_gemm(
         raise ValueError(f"{len(A)} matrices A and {len(B)} B")
     if use_bias and bias is None and not grad:
         raise ValueError("use_bias=True and bias is None: give one bias for each pair")
+    if accumulate and any(each is None for each in out):
+        raise ValueError("accumulate=True and an output is None: there is nothing to add to")
     whole = None
     if single_output:
         if m_splits is None:
             raise ValueError("single_output needs m_splits")
+        if layout == "NT":
+            raise ValueError(
+                "single_output with layout NT: the rows of the results are no rows of the input; give one output for each"
+            )
         rows = [int(m) for m in m_splits]
         if len(out) != 1:
             raise ValueError(f"single_output with {len(out)} outputs: out is a list of one")
@@ -137,6 +143,10 @@ def general_grouped_gemm(
                 raise ValueError("single_output of no pairs: give out, whose shape nothing else says")
             columns = A[0].shape[0 if layout == "TN" else 1]
             whole = torch.empty(sum(rows), columns, dtype=out_dtype, device=B[0].device)
+        if sum(rows) != len(whole) or min(rows, default=0) < 0:
+            raise ValueError(
+                f"m_splits is {rows}; it must be integers from 0 on that sum to the {len(whole)} rows of out"
+            )
         parts = list(whole.split(rows))
     else:
         parts = list(out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fourwave import recipes
@@ -61,9 +61,9 @@ class Recipe(recipes.Recipe):
     """Base class; tells of what kind a recipe, or a class of recipes, is."""
 
     fp8_format: Any
+    fp8_dpa: bool
+    fp8_mha: bool
     backward_override: str | None
-    fp8_dpa = False
-    fp8_mha = False
 
     @classmethod
     def delayed(cls) -> bool:
@@ -94,7 +94,7 @@ class Recipe(recipes.Recipe):
         return issubclass(cls, CustomRecipe)
 
     def _keep(self, **values: Any) -> None:
-        """Attributes that scripts read. Of the dataclass they are no fields: fields say it already."""
+        """Arguments that the fields of fourwave.recipes say in other words."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -135,11 +135,20 @@ def _split(recipe: str, fprop: MMParams, dgrad: MMParams, wgrad: MMParams, *, fi
 _SPLIT, _FAST = MMParams(True), MMParams(False)
 
 
+# Fields that the constructors do not take say in fourwave.recipes' words what those that they take say.
+def _said() -> Any:
+    return field(init=False, repr=False)
+
+
+@dataclass(frozen=True, init=False)
 class DelayedScaling(recipes.DelayedScaling, Recipe):
     """As recipes.DelayedScaling, fprop with the fast accumulation as there. scaling_factor_compute_algo takes and returns factors
     that values are multiplied with."""
 
-    backward_override = None
+    fast_accum: bool = _said()
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
 
     def __init__(
         self,
@@ -158,28 +167,36 @@ class DelayedScaling(recipes.DelayedScaling, Recipe):
             raise ValueError("backward_override with DelayedScaling: it has None only")
         algo = scaling_factor_compute_algo
         super().__init__(
-            _format(fp8_format), margin, amax_history_len, amax_compute_algo, None if algo is None else _reciprocal(algo),
-            reduce_amax, fast_accum=True,
+            _format(fp8_format), margin, amax_history_len, amax_compute_algo,
+            algo if algo is None or isinstance(algo, _Reciprocal) else _Reciprocal(algo), reduce_amax, fast_accum=True,
         )  # fmt: skip
+        self._keep(fp8_dpa=fp8_dpa, fp8_mha=fp8_mha, backward_override=backward_override)
 
 
-def _reciprocal(algo: Callable[..., Any]) -> Callable[..., Any]:
-    def scale(amax: Any, old: Any, largest: Any, recipe: Any) -> Any:
-        return 1 / algo(amax, 1 / old, largest, recipe)
+@dataclass(frozen=True)
+class _Reciprocal:
+    """A function of factors as one of scales."""
 
-    return scale
+    algo: Callable[..., Any]
+
+    def __call__(self, amax: Any, old: Any, largest: Any, recipe: Any) -> Any:
+        return 1 / self.algo(amax, 1 / old, largest, recipe)
 
 
+@dataclass(frozen=True, init=False)
 class Float8CurrentScaling(recipes.CurrentScaling, Recipe):
     """fprop has the fast accumulation by default, as there: fp8_gemm_fprop=MMParams(use_split_accumulator=True) leaves it out."""
 
-    fp8_gemm_fprop: MMParams
-    fp8_gemm_dgrad: MMParams
-    fp8_gemm_wgrad: MMParams
-    fp8_quant_fwd_inp: QParams
-    fp8_quant_fwd_weight: QParams
-    fp8_quant_bwd_grad: QParams
-    backward_override: str | None
+    scale: str = _said()
+    backward: str = _said()
+    fast_accum: bool = _said()
+    use_power_2_scales: bool = False
+    fp8_gemm_fprop: MMParams = _FAST
+    fp8_gemm_dgrad: MMParams = _SPLIT
+    fp8_gemm_wgrad: MMParams = _SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
 
     def __init__(
         self,
@@ -197,20 +214,29 @@ class Float8CurrentScaling(recipes.CurrentScaling, Recipe):
         super().__init__(
             _format(fp8_format), "pow2" if use_power_2_scales else "fp32", _backward(backward_override), fast
         )  # fmt: skip
-        quantized = QParams(power_2_scale=use_power_2_scales)
         self._keep(
             use_power_2_scales=use_power_2_scales, fp8_gemm_fprop=fp8_gemm_fprop, fp8_gemm_dgrad=fp8_gemm_dgrad,
-            fp8_gemm_wgrad=fp8_gemm_wgrad, fp8_quant_fwd_inp=quantized, fp8_quant_fwd_weight=quantized,
-            fp8_quant_bwd_grad=quantized, backward_override=backward_override,
+            fp8_gemm_wgrad=fp8_gemm_wgrad, fp8_dpa=fp8_dpa, fp8_mha=fp8_mha, backward_override=backward_override,
         )  # fmt: skip
 
+    @property
+    def fp8_quant_fwd_inp(self) -> QParams:
+        return QParams(power_2_scale=self.use_power_2_scales)
 
+    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
+
+
+@dataclass(frozen=True, init=False)
 class MXFP8BlockScaling(recipes.MXFP8, Recipe):
     """Scales round up, as Transformer Engine's do: nothing saturates."""
 
-    margin = 0
-    enable_2d_quantization = False
-    backward_override: str | None
+    scale_rule: str = _said()
+    backward: str = _said()
+    margin: int = 0
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
+    enable_2d_quantization: bool = False
 
     def __init__(
         self,
@@ -227,21 +253,27 @@ class MXFP8BlockScaling(recipes.MXFP8, Recipe):
         if enable_2d_quantization:
             raise NotImplementedError("enable_2d_quantization=True: MXFP8's blocks are 1x32 here, of weights, too")
         super().__init__(_format(fp8_format), "ceil", _backward(backward_override))
-        self._keep(backward_override=backward_override)
+        self._keep(
+            margin=margin, fp8_dpa=fp8_dpa, fp8_mha=fp8_mha, backward_override=backward_override,
+            enable_2d_quantization=enable_2d_quantization,
+        )  # fmt: skip
 
 
+@dataclass(frozen=True, init=False)
 class Float8BlockScaling(recipes.BlockScaling, Recipe):
-    use_f32_scales: bool
-    x_block_scaling_dim: int
-    w_block_scaling_dim: int
-    grad_block_scaling_dim: int
-    fp8_gemm_fprop: MMParams
-    fp8_gemm_dgrad: MMParams
-    fp8_gemm_wgrad: MMParams
-    fp8_quant_fwd_inp: QParams
-    fp8_quant_fwd_weight: QParams
-    fp8_quant_bwd_grad: QParams
-    backward_override: str | None
+    scale: str = _said()
+    weight_block: str = _said()
+    backward: str = _said()
+    use_f32_scales: bool = False
+    x_block_scaling_dim: int = 1
+    w_block_scaling_dim: int = 2
+    grad_block_scaling_dim: int = 1
+    fp8_gemm_fprop: MMParams = _SPLIT
+    fp8_gemm_dgrad: MMParams = _SPLIT
+    fp8_gemm_wgrad: MMParams = _SPLIT
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
+    backward_override: str | None = None
 
     def __init__(
         self,
@@ -268,13 +300,17 @@ class Float8BlockScaling(recipes.BlockScaling, Recipe):
             _format(fp8_format), "fp32" if use_f32_scales else "pow2", "128x128" if w_block_scaling_dim == 2 else "1x128",
             _backward(backward_override),
         )  # fmt: skip
-        quantized = QParams(power_2_scale=not use_f32_scales)
         self._keep(
             use_f32_scales=use_f32_scales, x_block_scaling_dim=x_block_scaling_dim, w_block_scaling_dim=w_block_scaling_dim,
             grad_block_scaling_dim=grad_block_scaling_dim, fp8_gemm_fprop=fp8_gemm_fprop, fp8_gemm_dgrad=fp8_gemm_dgrad,
-            fp8_gemm_wgrad=fp8_gemm_wgrad, fp8_quant_fwd_inp=quantized, fp8_quant_fwd_weight=quantized,
-            fp8_quant_bwd_grad=quantized, backward_override=backward_override,
+            fp8_gemm_wgrad=fp8_gemm_wgrad, fp8_dpa=fp8_dpa, fp8_mha=fp8_mha, backward_override=backward_override,
         )  # fmt: skip
+
+    @property
+    def fp8_quant_fwd_inp(self) -> QParams:
+        return QParams(power_2_scale=not self.use_f32_scales)
+
+    fp8_quant_fwd_weight = fp8_quant_bwd_grad = fp8_quant_fwd_inp
 
 
 class NVFP4BlockScaling(Recipe):
