@@ -29,6 +29,10 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
+def state_of(module: Any) -> list[torch.Tensor]:
+    return [t for name, t in module.state_dict().items() if "delayed" in name]
+
+
 def arguments(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, 64, generator=generator), torch.tensor([rows // 3, rows - rows // 3])
@@ -53,7 +57,7 @@ def compare(
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast), fw.autocast(recipe=recipe):
                 y = run(leaf, *rest)
             y.square().sum().backward()
-            results.append([y, leaf.grad, *(p.grad for p in module.parameters()), *module.buffers()])
+            results.append([y, leaf.grad, *(p.grad for p in module.parameters()), *state_of(module)])
         for a, b in zip(*results, strict=True):
             if exact:
                 assert torch.equal(a, b), (name, m)
@@ -136,7 +140,7 @@ def test_the_modules_own_recipe(recipe: str) -> None:
             module.zero_grad()
             y = run(x)
             y.square().sum().backward()
-            results.append([y, module.weight.grad, *module.buffers()])
+            results.append([y, module.weight.grad, *state_of(module)])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), step
 
 
@@ -152,6 +156,59 @@ def test_main_grad_in_compiled_code() -> None:
         results.append(linear.weight.main_grad)
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
     assert not torch.equal(results[0], torch.ones(96, 64))
+
+
+def test_calibrating() -> None:
+    """Amax is recorded, and nothing quantized."""
+    recipe, results = R.DelayedScaling(amax_history_len=3), []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        module: Any = fnn.prepare(fnn.Linear(64, 96), recipe)
+        run = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
+        for step in range(2):
+            x = arguments(8, step)[0].requires_grad_()
+            with fw.autocast(enabled=False, recipe=recipe, calibrating=True):
+                y = run(x)
+            y.square().sum().backward()
+        torch.testing.assert_close(y, torch.nn.functional.linear(x, module.weight, module.bias))
+        results.append(state_of(module))
+    assert results[0][1][0].all() and all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "delayed"])
+def test_checkpoint_in_compiled_code(recipe: str) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = fnn.prepare(fnn.LayerNormMLP(64, 96), RECIPES[recipe])
+
+        def forward(self, x: torch.Tensor, checkpoint: bool) -> torch.Tensor:
+            return fnn.checkpoint(self.mlp, x) if checkpoint else self.mlp(x)
+
+    results = []
+    for checkpoint in (False, True):
+        torch.manual_seed(0)
+        net: Any = Net()
+        run = torch.compile(net, fullgraph=True, backend="aot_eager")
+        for step in range(2):
+            x = arguments(8, step)[0].requires_grad_()
+            with fw.autocast(recipe=RECIPES[recipe]):
+                y = run(x, checkpoint)
+            y.square().sum().backward()
+        results.append([y, x.grad, *(p.grad for p in net.parameters()), *state_of(net)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_what_does_not_compile_is_told() -> None:
+    delayed = fnn.Linear(64, 96, delay_wgrad_compute=True)
+    stored = fnn.Linear(64, 96)
+    stored.store_quantized(R.MXFP8(), main_grad=True)
+    for module, said in ((delayed, "delay_wgrad_compute"), (stored, "main_grad=True")):
+        run = torch.compile(module, fullgraph=True, backend="aot_eager")
+        with pytest.raises(Exception, match=said), fw.autocast(recipe=R.MXFP8()):
+            run(arguments(8, 0)[0].requires_grad_())
+        with torch.no_grad(), fw.autocast(recipe=R.MXFP8()):
+            assert run(arguments(8, 0)[0]).shape == (8, 96)
 
 
 def test_delayed_scaling_must_be_prepared() -> None:

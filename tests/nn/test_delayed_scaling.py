@@ -25,7 +25,8 @@ def data(seed: int, *shape: int) -> torch.Tensor:
 
 
 class Expected:
-    """The rule of Transformer Engine (_default_sf_compute, _update_amax_history), with value = code * scale."""
+    """The rule of Transformer Engine (its kernel in common/recipe/delayed_scaling.cu), with value = code * scale: a tensor whose amax
+    is 0 in a step, as that of one that was not seen, keeps its scale and its history."""
 
     def __init__(self, recipe: Any, largest: tuple[float, ...]) -> None:
         self.recipe, self.largest = recipe, largest
@@ -35,10 +36,14 @@ class Expected:
     def update(self) -> None:
         for i, top in enumerate(self.largest):
             column = [row[i] for row in self.history]
+            if column[0] == 0:
+                continue
             amax = max(column) if self.recipe.amax_compute_algo == "max" else column[0]
             if 0 < amax < float("inf"):
                 self.scale[i] = amax / top * 2.0**self.recipe.margin
-        self.history = [[0.0] * 3, *self.history[2:], self.history[0]] if len(self.history) > 1 else [[0.0] * 3]
+            column = [0.0, *column[2:], column[0]] if len(column) > 1 else [0.0]
+            for row, value in zip(self.history, column, strict=True):
+                row[i] = value
 
     def record(self, *tensors: torch.Tensor) -> None:
         for i, t in enumerate(tensors):
@@ -52,19 +57,43 @@ def test_scales_follow_the_rule(fp8_format: str, algo: str, length: int, margin:
     recipe = R.DelayedScaling(fp8_format, margin, length, algo)
     linear = fnn.Linear(32, 64)
     expected = Expected(recipe, FMAX[fp8_format])
-    for step in range(6):
+    for step in range(8):
         x, g = data(step, 5, 32), data(step + 3, 5, 64)
         if step == 3:
-            x = torch.zeros_like(x)  # amax 0 keeps the scale once the others have left the history
+            x = torch.zeros_like(x)
         with fw.autocast(recipe=recipe):
             y = linear(x.requires_grad_())
-        y.backward(g)
         expected.update() if step else None
+        if step == 5:  # no backward pass: dy keeps what it has
+            g = torch.zeros_like(g)
+        else:
+            y.backward(g)
         expected.record(x, linear.weight, g)
         scale, history = linear.delayed_scale, linear.delayed_amax_history
         assert scale is not None and history is not None
         torch.testing.assert_close(scale, torch.tensor(expected.scale), rtol=2**-22, atol=0)
         assert torch.equal(history, torch.tensor(expected.history)), step
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_a_step_with_nan_is_as_if_it_had_seen_nothing(algo: str) -> None:
+    """Of the tensors that hold NaN: one step that GradScaler skips must not freeze a scale while the history remembers it."""
+    scales = []
+    for bad in (True, False):
+        linear = fnn.Linear(32, 32)
+        with torch.no_grad():
+            linear.weight.fill_(0.5)
+        for step in range(4):
+            x = data(step, 4, 32)
+            if step == 1:
+                x = torch.full_like(x, torch.nan) if bad else torch.zeros_like(x)
+            with fw.autocast(recipe=R.DelayedScaling(amax_history_len=8, amax_compute_algo=algo)):
+                y = linear(x.requires_grad_())
+            y.backward(torch.ones_like(y))
+        assert linear.delayed_scale is not None and linear.delayed_amax_history is not None
+        assert linear.delayed_amax_history.isfinite().all()
+        scales.append(linear.delayed_scale)
+    assert torch.equal(*scales) and float(scales[0][0]) == pytest.approx(float(data(2, 4, 32).abs().max()) / 448)
 
 
 def test_amax_that_is_not_finite_keeps_the_scale() -> None:
@@ -219,6 +248,35 @@ def evaluate(net: Net) -> None:
         net(data(97, 6, 32), plain, 2)
     after = state(net)
     same({n: t for n, t in after.items() if n in before}, before)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "loaded", "calibrated", "calibrated without gradients"])
+def test_evaluation_knows_the_last_step(how: str) -> None:
+    """One step, then evaluation: scales are those that the next step will have, and nothing is written."""
+    recipe = R.DelayedScaling(amax_history_len=3)
+    linear: Any = fnn.prepare(fnn.Linear(32, 32, bias=False), recipe)
+    with torch.no_grad():
+        linear.weight.fill_(2.0**-8)
+    x = data(4, 8, 32)
+    calibrates = how.startswith("calibrated")
+    with fw.autocast(enabled=not calibrates, recipe=recipe, calibrating=calibrates):
+        with torch.no_grad() if how.endswith("without gradients") else torch.enable_grad():
+            linear(x)
+    if how == "loaded":
+        fresh: Any = fnn.Linear(32, 32, bias=False)
+        fresh.load_state_dict(linear.state_dict())
+        linear = fresh
+    run = torch.compile(linear, backend="eager", fullgraph=True) if how == "compiled" else linear
+    before = state(linear)
+    with torch.no_grad(), fw.autocast(recipe=recipe):
+        y = run(x)
+    same(state(linear), before)
+    assert linear.delayed_scale.tolist() == [1, 1, 1]
+    q = [
+        fw.quantize(t.detach(), "fp8_e4m3", scale=(t.detach().abs().max() * (1.0 / 448)).float(), backend="native")
+        for t in (x, linear.weight)
+    ]
+    assert torch.equal(y, fw.gemm(*q, out_dtype=torch.float32, backend="native"))
 
 
 def test_evaluation_between_steps_changes_nothing(without: dict[str, torch.Tensor]) -> None:

@@ -173,6 +173,10 @@ def test_grouped_linear_is_one_linear_for_each_group(recipe: str, sizes: list[in
         assert not dw[sizes.index(0)].any()
 
 
+def state_of(module: Any) -> list[torch.Tensor]:
+    return [t for name, t in module.state_dict().items() if "delayed" in name]
+
+
 MIXES = [(x, w, b) for x in (False, True) for w in (False, True) for b in (False, True)]
 
 
@@ -192,7 +196,7 @@ def test_rows_past_the_last_group_do_not_matter(recipe: str, rest: float) -> Non
         y = module(x, sizes)
         y.backward(dy)
         assert not y[rows:].any() and x.grad is not None and not x.grad[rows:].any()
-        results.append([y, x.grad, *(p.grad for p in module.parameters()), *module.buffers()])
+        results.append([y, x.grad, *(p.grad for p in module.parameters()), *state_of(module)])
     assert len(results[0]) == (6 if recipe == "delayed" else 4)
     for zeros, other in zip(*results, strict=True):
         assert other is not None and zeros is not None and other.isfinite().all() and torch.equal(zeros, other)
@@ -414,8 +418,19 @@ def test_bad_input_is_told() -> None:
         grouped(randn(5, 64), [2, 3])
     with pytest.raises(ValueError, match="rows of all groups"):
         grouped(x, torch.tensor([2, 3]))
-    with pytest.raises(ValueError, match="straddle groups"), fw.autocast(recipe=R.MXFP8()):
+    for module in (linear, fnn.LayerNormLinear(64, 96), fnn.LayerNormMLP(64, 96)):
+        for wrong in (torch.ones(2, 64, dtype=torch.int64), torch.ones(2, 64, dtype=torch.float64), None):
+            with pytest.raises(ValueError, match=r"it must be float32, bfloat16 or float16|it must be a tensor"):
+                module(wrong)
+    with pytest.raises(ValueError, match=r"x is torch.bool"):
+        grouped(torch.ones(5, 64, dtype=torch.bool), torch.tensor([2, 3]))
+    with pytest.raises(ValueError, match=r"out_features is 40; .* multiple of 32"), fw.autocast(recipe=R.MXFP8()):
         fnn.GroupedLinear(2, 64, 40)(randn(5, 64).requires_grad_(), torch.tensor([2, 3])).sum().backward()
+    with (
+        pytest.raises(ValueError, match=r"out_features is 64; .* multiple of 128"),
+        fw.autocast(recipe=R.BlockScaling()),
+    ):
+        fnn.GroupedLinear(2, 64, 64)(randn(5, 64), torch.tensor([2, 3]))
     with pytest.raises(RuntimeError, match="once_differentiable"):
         leaf = randn(2, 64).requires_grad_()
         (dx,) = torch.autograd.grad(linear(leaf).square().sum(), leaf, create_graph=True)

@@ -23,20 +23,35 @@ class Net(torch.nn.Module):
         return self.second(self.first(x))
 
 
+class Inside(torch.nn.Module):
+    """Its region is in the compiled code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = fw.nn.prepare(fw.nn.Linear(32, 32), RECIPE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with fw.autocast(recipe=RECIPE):
+            return self.linear(x)
+
+
 def data(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + rank)) * (1 + 2 * rank)
 
 
-def steps(rank: int, recipe: Any, group: Any, xs: Any) -> dict[str, torch.Tensor]:
+def steps(rank: int, recipe: Any, group: Any, xs: Any, wrap: Any = None) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    net = Net()
+    inner = net = Net()
+    if wrap is not None:
+        fw.nn.prepare(inner, recipe)
+        net = wrap(inner)
     for step in range(5):
         with fw.autocast(recipe=recipe, amax_reduction_group=group):
             y = net(xs(step, rank))
             with torch.no_grad(), fw.autocast(recipe=recipe, amax_reduction_group=group):
                 net(xs(step, rank))  # no step, and no collective
         y.square().sum().backward()
-    return {name: t.clone() for name, t in net.named_buffers()}
+    return {name: t.clone() for name, t in inner.state_dict().items() if "delayed" in name}
 
 
 def work(rank: int, folder: str) -> None:
@@ -55,7 +70,24 @@ def work(rank: int, folder: str) -> None:
     own = [dist.new_group([r]) for r in range(2)][rank]
     alone = steps(rank, RECIPE, own, data)
     apart = steps(rank, fw.recipes.DelayedScaling(amax_history_len=4, reduce_amax=False), None, data)
-    torch.save({"together": together, "calls": count, "alone": alone, "apart": apart}, f"{folder}/{rank}.pt")
+    compiled = steps(rank, RECIPE, None, data, lambda net: torch.compile(net, backend="eager"))
+    # State that is there when it wraps: its forward passes broadcast the buffers of rank 0.
+    parallel = steps(rank, RECIPE, own, data, torch.nn.parallel.DistributedDataParallel)
+    inside = torch.compile(Inside(), backend="eager", fullgraph=True)
+    refused = False
+    try:
+        inside(data(0, rank))
+    except Exception as error:
+        refused = "cannot reduce amax over the ranks" in str(error)
+    results = {
+        "together": together,
+        "calls": count,
+        "alone": alone,
+        "apart": apart,
+        "compiled": compiled,
+        "parallel": parallel,
+    }
+    torch.save({**results, "refused": refused}, f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -70,7 +102,12 @@ def test_the_largest_amax_of_all_ranks(tmp_path: Path) -> None:
         if name.endswith("scale"):
             assert torch.equal(scale, ranks[1]["together"][name]), name
             assert not torch.equal(ranks[0]["alone"][name], ranks[1]["alone"][name])
+    assert all(r["refused"] for r in ranks)
     for rank, kept in enumerate(ranks):
+        for name, tensor in kept["together"].items():
+            torch.testing.assert_close(kept["compiled"][name], tensor, msg=name)
+        for name, tensor in kept["alone"].items():
+            torch.testing.assert_close(kept["parallel"][name], tensor, msg=name)
         right = steps(rank, RECIPE, None, data)
         for name, tensor in right.items():
             assert torch.equal(kept["alone"][name], tensor) and torch.equal(kept["apart"][name], tensor), name

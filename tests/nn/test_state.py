@@ -142,6 +142,76 @@ def test_casts_and_moves_keep_scales_in_float32() -> None:
     assert module.delayed_scale is not None and module.delayed_scale.is_meta
 
 
+@pytest.mark.parametrize("kind", ["prepared", "own recipe"])
+def test_memory_that_to_empty_gives_is_not_taken_for_state(kind: str) -> None:
+    """Models that are made on the meta device get parameters from reset_parameters or from a checkpoint, which may be without state."""
+    recipe = R.MXFP4(backward="mxfp4", stochastic_rounding=True)
+    for name in ("reset_parameters", "load", "assign"):
+        for each in (RECIPE, recipe):
+            own = each if kind == "own recipe" else None
+            module = fnn.LayerNormMLP(32, 64, device="meta", recipe=own)
+            fnn.prepare(module, each)
+            weights = fnn.LayerNormMLP(32, 64).state_dict()
+            if name == "assign":
+                module.load_state_dict(weights, assign=True)
+            else:
+                torch.empty(3000).fill_(torch.nan)  # for to_empty to find
+                module.to_empty(device="cpu")
+                module.reset_parameters() if name == "reset_parameters" else module.load_state_dict(weights)
+            if each is RECIPE:
+                assert torch.equal(module.delayed_scale, torch.ones(6))  # type: ignore[arg-type]
+                assert not module.delayed_amax_history.any()  # type: ignore[union-attr]
+            else:
+                assert module.rounding_seed is not None and module.rounding_seed.device.type == "cpu"
+            with fw.autocast(recipe=each):
+                assert module(torch.ones(2, 32)).isfinite().all()
+    module = trained()
+    module.reset_parameters()
+    assert not module.delayed_amax_history.any() and (module.delayed_scale == 1).all()
+    stored = fnn.Linear(32, 32)
+    stored.store_quantized(recipe)
+    assert "weight stored as mxfp4" in repr(stored)
+    with pytest.raises(ValueError, match="set_weight"):
+        stored.reset_parameters()
+    without_bias = fnn.Linear(32, 32, bias=False)
+    without_bias.store_quantized(recipe)
+    fnn.prepare(without_bias, recipe)
+    assert without_bias.rounding_seed is not None
+
+
+@pytest.mark.parametrize(
+    "recipe", [RECIPE, R.MXFP4(backward="mxfp4", stochastic_rounding=True)], ids=["delayed", "rounding"]
+)
+def test_a_first_call_in_inference_mode(recipe: Any) -> None:
+    """As Lightning's check before training is one. State is made there, and changes its length."""
+    module = fnn.Linear(32, 32)
+    with torch.inference_mode(), fw.autocast(recipe=recipe):
+        module(torch.ones(2, 32))
+    if recipe is RECIPE:
+        with torch.inference_mode(), fw.autocast(recipe=R.DelayedScaling(amax_history_len=7)):
+            module(torch.ones(2, 32))
+    trained(recipe=recipe, module=module)
+
+
+def test_state_is_no_buffer_and_yet_in_checkpoints() -> None:
+    """DistributedDataParallel broadcasts a model's buffers; DCP and fully_shard ask each module for its own."""
+    model = torch.nn.Sequential(trained(), fnn.Linear(32, 32))
+    assert not list(model.buffers())
+    own = dict(model[0].named_buffers(recurse=False))
+    assert set(own) == {"delayed_scale", "delayed_amax_history"} <= set(model[0].state_dict())
+    assert all(own[name].data_ptr() == model.state_dict()[f"0.{name}"].data_ptr() for name in own)
+    state = model.state_dict()
+    del state["0.delayed_scale"]
+    with pytest.raises(RuntimeError, match="delayed_amax_history is there alone"):
+        model.load_state_dict(state)
+    state["0.delayed_scale"] = torch.tensor([1.0, torch.nan, 0.0, 1.0, 1.0, 1.0])
+    with pytest.raises(RuntimeError, match="positive and finite"):
+        model.load_state_dict(state)
+    state["0.delayed_scale"] = torch.full((6,), 0.25, dtype=torch.bfloat16)
+    model.load_state_dict(state, assign=True)
+    assert model[0].delayed_scale.dtype == torch.float32 and (model[0].delayed_scale == 0.25).all()
+
+
 def test_pickles_and_copies() -> None:
     module = trained()
     for other in (pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):

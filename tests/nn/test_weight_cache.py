@@ -111,6 +111,27 @@ def set_storage(linear: Any) -> None:
         linear.weight.set_(new_values(linear.weight))
 
 
+def fill_the_storage(linear: Any) -> None:
+    storage = linear.weight.untyped_storage()
+    storage.fill_(60 if storage[0] != 60 else 61)
+
+
+def copy_into_the_storage(linear: Any) -> None:
+    linear.weight.storage().copy_(new_values(linear.weight).storage())
+
+
+def swap(linear: Any) -> None:
+    torch.utils.swap_tensors(linear.weight, torch.nn.Parameter(new_values(linear.weight)))
+
+
+def load_by_swapping(linear: Any) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        load(linear)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def init(linear: Any) -> None:
     torch.manual_seed(9)
     linear.reset_parameters()
@@ -126,6 +147,7 @@ CHANGES = [
     step_of(torch.optim.AdamW, foreach=True), step_of(torch.optim.Adam, fused=True), copy_data, set_data,
     set_data_twice_to_one_place, load, load_assigned, through_the_state_dict, another_parameter,
     another_at_the_same_address, in_place, foreach, without_version, set_storage, init, to_other_dtype_and_back,
+    fill_the_storage, copy_into_the_storage, swap, load_by_swapping,
 ]  # fmt: skip
 
 
@@ -140,6 +162,15 @@ def test_a_changed_weight_is_quantized_again(change: Callable[[Any], None]) -> N
     assert torch.equal(after, run(linear, None))
     change(linear)
     assert torch.equal(run(linear, False), run(linear, None))
+
+
+def test_weights_of_inference_mode() -> None:
+    """They have no version counter: nothing is kept of them."""
+    with torch.inference_mode():
+        linear = fresh()
+        for factor in (1, 2):
+            linear.weight.mul_(factor)
+            assert torch.equal(run(linear, factor == 1), run(linear, None))
 
 
 def quantizations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from fourwave.recipes import UNQUANTIZED, Plan, Recipe
 Tensor = torch.Tensor
 
 STATE_VERSION = 1
-_STATE = ("delayed_scale", "delayed_amax_history")
+_STATE = ("delayed_scale", "delayed_amax_history")  # saved
 # Scales that `fw.quantize` takes as given.
 _SMALLEST_SCALE, _LARGEST_SCALE = 2.0**-126, 2.0**126
 _SLOTS_PER_LINEAR = 3
@@ -50,6 +50,10 @@ class QuantizedModule(nn.Module):
     """Base of the modules. `linears` products each have three scales of delayed scaling: input, weight, gradient of the output.
 
     recipe  used where no fw.autocast is in force; None: unquantized
+
+    delayed_scale float32 [slots], delayed_amax_history float32 [length, slots] and rounding_seed int64 () are made when they are
+    first needed. They are tensors of the module and in its state_dict (but for the seed), and no buffers: those
+    DistributedDataParallel overwrites with rank 0's at each forward pass.
     """
 
     linears = 1
@@ -64,10 +68,9 @@ class QuantizedModule(nn.Module):
             raise ValueError(f"recipe is {recipe!r}; it must be one of fourwave.recipes, such as MXFP8(), or None")
         self.recipe = recipe
         self._plan = None if recipe is None else recipe.plan
-        self.register_buffer("delayed_scale", None)
-        self.register_buffer("delayed_amax_history", None)
+        self.delayed_scale = self.delayed_amax_history = None
         # Not saved: a run that goes on from a checkpoint rounds otherwise.
-        self.register_buffer("rounding_seed", None, persistent=False)
+        self.rounding_seed = None
         self._forget()
 
     def _forget(self) -> None:
@@ -91,12 +94,18 @@ class QuantizedModule(nn.Module):
 
     def _prepare(self, plan: Plan) -> None:
         """The state that `plan` needs."""
-        device = next(iter(self.parameters())).device
+        device = self._device()
         if plan.delayed:
             self._allocate(plan.history, device)
         if plan.stochastic:
             self._make_seed(device)
 
+    def _device(self) -> torch.device:
+        for t in itertools.chain(self.parameters(), self.buffers()):
+            return t.device
+        return torch.get_default_device()
+
+    @torch.inference_mode(False)
     def _make_seed(self, device: torch.device) -> Tensor:
         """int64 (): made at its first use from torch.initial_seed() and the number of seeds made before, far from every other
         module's."""
@@ -104,6 +113,18 @@ class QuantizedModule(nn.Module):
             start = (torch.initial_seed() + next(_SEEDS) * 0x9E3779B97F4A7C15) % 2**62
             self.rounding_seed = torch.full((), start, dtype=torch.int64, device=device)
         return self.rounding_seed
+
+    def _reset_state(self) -> None:
+        """What delayed scaling and stochastic rounding remember, as in a new module; for reset_parameters."""
+        with torch.no_grad():
+            if self.delayed_scale is not None:
+                self.delayed_scale.fill_(1)
+            if self.delayed_amax_history is not None:
+                self.delayed_amax_history.zero_()
+            if self.rounding_seed is not None:
+                device, self.rounding_seed = self.rounding_seed.device, None
+                self._make_seed(device)
+        self._recorded = True
 
     # -- the recipe of a call
 
@@ -132,7 +153,10 @@ class QuantizedModule(nn.Module):
             return Step(plan, fnuz=fnuz, backend=backend, seed=self._make_seed(device) if plan.stochastic else None)
         self._allocate(stateful.history, device)
         assert self.delayed_scale is not None and self.delayed_amax_history is not None
-        trains = not recomputed and (torch.is_grad_enabled() or context.in_reentrant_checkpoint())
+        # Calibrating is done without gradients, too.
+        trains = not recomputed and (
+            torch.is_grad_enabled() or region.observe is not None or context.in_reentrant_checkpoint()
+        )
         if trains:
             if self._step is not region.step:
                 self._step = region.step
@@ -142,13 +166,16 @@ class QuantizedModule(nn.Module):
             self._recorded = True
         scales = context.kept_scales(self) if recomputed else None
         if scales is None:
-            scales = spaced(self.delayed_scale)
+            known = self.delayed_scale
+            if not recomputed and not trains and self._recorded and self._step is not region.step:
+                known = self._next(stateful, fnuz)[0]  # evaluation knows the last step, and changes nothing
+            scales = spaced(known)
             context.keep_scales(self, scales)
         history = self.delayed_amax_history if trains or torch.is_grad_enabled() else None
         return Step(plan, scales, history, trains, region.observe is not None, fnuz, backend)
 
     def _begin_traced(self) -> Step:
-        plan = context.traced_plan()
+        plan, observe = context.traced()
         if plan is None:
             plan = UNQUANTIZED if self._plan is None else self._plan
         if plan.stochastic and self.rounding_seed is None:
@@ -156,18 +183,21 @@ class QuantizedModule(nn.Module):
                 "torch.compile cannot make the seed of stochastic rounding: call fourwave.nn.prepare(model, recipe) first, "
                 "or give the module its recipe"
             )
-        if not plan.delayed:
+        stateful = plan if plan.delayed else observe
+        if stateful is None:
             return Step(plan, seed=self.rounding_seed if plan.stochastic else None)
         history, scale = self.delayed_amax_history, self.delayed_scale
-        if history is None or scale is None or history.shape[0] != plan.history:
+        if history is None or scale is None or history.shape[0] != stateful.history:
             raise RuntimeError(
                 "torch.compile cannot make the state of delayed scaling: call fourwave.nn.prepare(model, recipe) first, "
                 "or give the module its recipe"
             )
-        grad, fnuz = torch.is_grad_enabled(), _fnuz(scale.device, None)
+        grad, fnuz = torch.is_grad_enabled() or observe is not None, _fnuz(scale.device, None)
         if grad:
-            self._update(plan, fnuz)
-        return Step(plan, spaced(scale), history if grad else None, grad, fnuz=fnuz)
+            self._update(stateful, fnuz)
+        else:
+            scale = self._next(stateful, fnuz)[0]
+        return Step(plan, spaced(scale), history if grad else None, grad, observe is not None, fnuz)
 
     # -- delayed scaling
 
@@ -175,8 +205,10 @@ class QuantizedModule(nn.Module):
     def _slots(self) -> int:
         return _SLOTS_PER_LINEAR * self.linears
 
+    @torch.inference_mode(False)
     def _allocate(self, length: int, device: torch.device) -> None:
         """State of delayed scaling with a history of `length`: made, or the history cut or padded with zeros at its old end."""
+        context.has_state(self)
         if self.delayed_scale is None or self.delayed_amax_history is None:
             self.delayed_scale = torch.ones(self._slots, device=device)
             self.delayed_amax_history = torch.zeros(length, self._slots, device=device)
@@ -186,30 +218,42 @@ class QuantizedModule(nn.Module):
     @torch.no_grad()
     def _update(self, plan: Plan, fnuz: bool) -> None:
         """Scales from the history; see recipes.DelayedScaling."""
+        assert self.delayed_scale is not None and self.delayed_amax_history is not None
+        scale, history = self._next(plan, fnuz)
+        self.delayed_scale.copy_(scale)
+        self.delayed_amax_history.copy_(history)
+        if not torch.compiler.is_compiling():
+            self._recorded = False
+
+    @torch.no_grad()
+    def _next(self, plan: Plan, fnuz: bool) -> tuple[Tensor, Tensor]:
+        """Scale and history of the next step."""
         scale, history = self.delayed_scale, self.delayed_amax_history
         assert scale is not None and history is not None
+        newest = history[0].clone()
         if callable(plan.algo):
             amax = plan.algo(history).clone()
         else:
             amax = history.amax(0) if plan.algo == "max" else history[0].clone()
         rolled = history.roll(-1, 0)
         rolled[0] = 0
-        history.copy_(rolled)
+        functions = callable(plan.algo) or plan.rescale is not None
+        if not functions:
+            # A tensor that the step did not see keeps its history and its scale.
+            rolled = torch.where(newest != 0, rolled, history)
+            amax = torch.where(newest != 0, amax, 0)
         largest = [_largest(name, fnuz) for name in (plan.x, plan.w, plan.g)]
         if plan.rescale is not None:
             function, recipe = plan.rescale
             fmax = amax.new_zeros(self._slots)
             for slot, value in enumerate(largest):
                 fmax[slot::_SLOTS_PER_LINEAR].fill_(value)
-            scale.copy_(function(amax, scale, fmax, recipe))
-            return
+            return function(amax, scale, fmax, recipe), rolled
         new = torch.stack(
             [amax[slot::_SLOTS_PER_LINEAR] * (2.0**plan.margin / value) for slot, value in enumerate(largest)], dim=1
         ).flatten()
         usable = amax.isfinite() & (amax > 0)
-        scale.copy_(torch.where(usable, new.clamp(_SMALLEST_SCALE, _LARGEST_SCALE), scale))
-        if not torch.compiler.is_compiling():
-            self._recorded = False
+        return torch.where(usable, new.clamp(_SMALLEST_SCALE, _LARGEST_SCALE), scale), rolled
 
     def delayed_recorded(self) -> None:
         """The history's newest row was written by someone else: the next step makes scales of it."""
@@ -221,6 +265,7 @@ class QuantizedModule(nn.Module):
         # Scales and amax stay float32, and codes what they are, whatever the module is cast to.
         state = {name: tensor for name in self._uncast() if (tensor := getattr(self, name)) is not None}
         moved = {name: fn(tensor) for name, tensor in state.items()}
+        filled = [name for name, tensor in state.items() if tensor.is_meta and not moved[name].is_meta]
         try:
             for name in state:
                 setattr(self, name, None)
@@ -230,11 +275,29 @@ class QuantizedModule(nn.Module):
         finally:  # also where a parameter cannot be moved: the tensors as they were
             for name, tensor in state.items():
                 setattr(self, name, tensor)
+        if any(name in filled for name in (*_STATE, "rounding_seed")):  # by to_empty, with anything
+            self._reset_state()
         return self
 
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:  # fmt: skip
+        """Asked for this module alone, as torch.distributed.checkpoint and fully_shard do: with what state_dict holds."""
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+        if not recurse:
+            yield from (
+                (f"{prefix}.{name}" if prefix else name, t) for name in _STATE if (t := getattr(self, name)) is not None
+            )
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in _STATE:
+            if (tensor := getattr(self, name)) is not None:
+                destination[prefix + name] = tensor if keep_vars else tensor.detach()
+
     def _uncast(self) -> list[str]:
-        """Buffers whose type is not the module's."""
-        return list(_STATE)
+        """Tensors whose type is not the module's."""
+        return [*_STATE, "rounding_seed"]
 
     def _load_from_state_dict(
         self,
@@ -252,19 +315,28 @@ class QuantizedModule(nn.Module):
             warnings.warn(
                 f"{foreign}: Transformer Engine's pickled state is not read; delayed scaling starts anew", stacklevel=2
             )
-        names = [prefix + name for name in _STATE]
-        if all(name in state_dict for name in names):
-            self._take_state(state_dict, names, prefix, local_metadata, error_msgs)
-        unasked: list[str] = []
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, unasked, unexpected_keys, error_msgs
-        )  # fmt: skip
         # A checkpoint of another recipe, or of nn.Linear, has no such state.
-        missing_keys += [name for name in unasked if name not in names]
+        found = {name: state_dict.pop(prefix + name) for name in _STATE if prefix + name in state_dict}
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )  # fmt: skip
+        if len(found) == 1:
+            error_msgs.append(f"{prefix}{next(iter(found))} is there alone; {' and '.join(_STATE)} belong together")
+        elif found:
+            self._take_state(found[_STATE[0]], found[_STATE[1]], prefix, local_metadata, error_msgs)
+        device = self._device()
+        if self.delayed_scale is not None and self.delayed_scale.is_meta and device.type != "meta":
+            # load_state_dict(assign=True) of a checkpoint without state.
+            assert self.delayed_amax_history is not None
+            length, self.delayed_scale = len(self.delayed_amax_history), None
+            self._allocate(length, device)
+        if self.rounding_seed is not None and self.rounding_seed.is_meta and device.type != "meta":
+            self.rounding_seed = None
+            self._make_seed(device)
 
     def _take_state(
-        self, state_dict: dict[str, Any], names: list[str], prefix: str, metadata: dict[str, Any], errors: list[str]
-    ) -> None:
+        self, scale: Tensor, history: Tensor, prefix: str, metadata: dict[str, Any], errors: list[str]
+    ) -> None:  # fmt: skip
         version = metadata.get("version")
         if version is None or version < STATE_VERSION:
             warnings.warn(
@@ -277,23 +349,31 @@ class QuantizedModule(nn.Module):
                 f"{STATE_VERSION}; it is read as version {STATE_VERSION}",
                 stacklevel=3,
             )
-        scale, history = (state_dict[name] for name in names)
         if tuple(scale.shape) != (self._slots,) or history.dim() != 2 or history.shape[1] != self._slots:
             errors.append(
-                f"{names[1]} is {tuple(history.shape)} and {names[0]} {tuple(scale.shape)}; this {type(self).__name__} has "
-                f"{self._slots} scales"
+                f"{prefix}{_STATE[1]} is {tuple(history.shape)} and {prefix}{_STATE[0]} {tuple(scale.shape)}; this "
+                f"{type(self).__name__} has {self._slots} scales"
             )
             return
-        if self.delayed_amax_history is None:
-            device = next(iter(self.parameters()), scale).device
-            self._allocate(len(history), device)
-        assert self.delayed_amax_history is not None
-        state_dict[names[1]] = resized(history, len(self.delayed_amax_history))
+        if not scale.is_meta and not bool((scale.isfinite() & (scale > 0)).all()):
+            errors.append(f"{prefix}{_STATE[0]} is {scale.tolist()}; scales are positive and finite")
+            return
+        length = len(history) if self.delayed_amax_history is None else len(self.delayed_amax_history)
+        device = self._device()
+        if self.delayed_scale is None or self.delayed_scale.device != device:
+            self.delayed_scale = None
+            self._allocate(length, device)
+        assert self.delayed_scale is not None and self.delayed_amax_history is not None
+        with torch.no_grad():
+            self.delayed_scale.copy_(scale)
+            self.delayed_amax_history.copy_(resized(history, length))
         self._recorded = True
 
 
 def spaced(scale: Tensor) -> Tensor:
     """A copy of scales [slots] as [slots, 4], whose column 0 is theirs: 16 bytes apart, as cuBLASLt wants them."""
+    if torch.compiler.is_compiling():
+        return context.kept_spaced(scale)
     return scale.unsqueeze(1).expand(-1, 4).contiguous()
 
 
@@ -317,9 +397,10 @@ def _fnuz(device: torch.device, backend: str | None) -> bool:
 
 
 def record(history: Tensor, slot: int, amax: Tensor) -> None:
-    """The newest row keeps the largest amax of all calls in a step; NaN stays."""
+    """The newest row keeps the largest amax of all calls in a step. NaN is left out, as in Transformer Engine: a step that fails
+    must not keep the scale for as long as the history remembers it."""
     newest = history[0, slot]
-    newest.copy_(torch.maximum(newest, amax))
+    newest.copy_(torch.fmax(newest, amax))
 
 
 def prepare(model: nn.Module, recipe: Recipe) -> nn.Module:

@@ -34,6 +34,7 @@ class Region:
     step            identity of the outermost region: what is in one step
     scales, unread  scales that modules used in the first run of `checkpoint`, and those that the second one has yet to use
     entered_in_backward   by a function that is being recomputed
+    versions   of the histories that no rank reduces, when the region was entered
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Region:
         self.entered_in_backward = not torch.compiler.is_compiling() and in_backward()
         self.scales: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] | None = None
         self.unread: dict[Any, list[torch.Tensor]] = {}
+        self.versions: dict[Any, int] = {}
 
 
 _ACTIVE: contextvars.ContextVar[Region | None] = contextvars.ContextVar("fourwave.autocast", default=None)
@@ -61,10 +63,11 @@ _REPLAYS: contextvars.ContextVar[Region | None] = contextvars.ContextVar("fourwa
 
 
 class _Traced:
-    """What code that torch.compile traces reads instead of _ACTIVE."""
+    """What code that torch.compile traces reads instead of _ACTIVE: plan and observe of a region."""
 
     def __init__(self) -> None:
         self.plan: Plan | None = None
+        self.observe: Plan | None = None
 
 
 _TRACED = _Traced()
@@ -81,8 +84,9 @@ def active(last: Region | None) -> Region | None:
     return region if last is None else last
 
 
-def traced_plan() -> Plan | None:
-    return _TRACED.plan
+def traced() -> tuple[Plan | None, Plan | None]:
+    """plan, None where there is no region; observe."""
+    return _TRACED.plan, _TRACED.observe
 
 
 class autocast:  # a function to its callers, hence the name
@@ -119,17 +123,23 @@ class autocast:  # a function to its callers, hence the name
 
     def __enter__(self) -> autocast:
         if torch.compiler.is_compiling():
-            self._before = _TRACED.plan
-            _TRACED.plan = self._plan
+            if self.recipe.reduces_amax and _num_ranks(self.group) > 1:
+                raise RuntimeError(
+                    "compiled code cannot reduce amax over the ranks: enter fw.autocast outside of it, or use "
+                    "DelayedScaling(reduce_amax=False)"
+                )
+            self._before = _TRACED.plan, _TRACED.observe
+            _TRACED.plan, _TRACED.observe = self._plan, self._observe
             return self
         outer = _ACTIVE.get()
         region = Region(
             self._plan, group=self.group, reduces=self.recipe.reduces_amax, observe=self._observe, outer=outer
         )
-        if region.reduces and torch.is_grad_enabled() and not in_backward():
+        if region.reduces and (torch.is_grad_enabled() or region.observe is not None) and not in_backward():
             _reduce_amax(region)
+            _look(region)
         _ACTIVE.set(region)
-        _TRACED.plan = region.plan
+        _TRACED.plan, _TRACED.observe = region.plan, region.observe
         return self
 
     def __exit__(
@@ -139,12 +149,14 @@ class autocast:  # a function to its callers, hence the name
         traceback: TracebackType | None,
     ) -> None:
         if torch.compiler.is_compiling():
-            _TRACED.plan = self._before
+            _TRACED.plan, _TRACED.observe = self._before
             return
         region = _ACTIVE.get()
+        if region is not None and region.reduces:
+            _join_changed(region)
         outer = None if region is None else region.outer
         _ACTIVE.set(outer)
-        _TRACED.plan = None if outer is None else outer.plan
+        _TRACED.plan, _TRACED.observe = (None, None) if outer is None else (outer.plan, outer.observe)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,6 +195,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     for name in ("use_reentrant", "context_fn"):
         if name in kwargs:
             raise ValueError(f"{name} is given by fourwave.nn.checkpoint; use torch.utils.checkpoint to choose it")
+    if torch.compiler.is_compiling():
+        return torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=False, context_fn=_compiled_contexts, **kwargs
+        )
     surrounding = _ACTIVE.get()
     plan = UNQUANTIZED if surrounding is None else surrounding.plan
 
@@ -197,6 +213,21 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _Run(region, _KEEPS_SCALES), _Run(region, _REPLAYS)
 
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+@torch.library.custom_op("fourwave::spaced_scales", mutates_args=())
+def kept_spaced(scale: torch.Tensor) -> torch.Tensor:
+    """base.spaced as one operator, whose result compiled checkpoints keep: made again it would be of the next step's scales."""
+    return scale.unsqueeze(1).expand(-1, 4).contiguous()
+
+
+@kept_spaced.register_fake
+def _(scale: torch.Tensor) -> torch.Tensor:
+    return scale.new_empty(scale.shape[0], 4)
+
+
+def _compiled_contexts() -> Any:
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.fourwave.spaced_scales.default])
 
 
 class _Run:
@@ -236,29 +267,48 @@ def kept_scales(module: Any) -> torch.Tensor | None:
 # amax over ranks
 
 # Modules that recorded amax for a group, in the order of their first step, which must be the same on all ranks.
-_RECORDERS: dict[int, list[weakref.ref[Any]]] = {}
+_RECORDERS: dict[int, weakref.WeakKeyDictionary[Any, None]] = {}
+# All that have state, in the order in which they got it.
+_STATEFUL: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
 
 def joins(module: Any, region: Region) -> None:
     """`module` records amax in `region`."""
-    if not region.reduces:
-        return
-    members = _RECORDERS.setdefault(0 if region.group is None else id(region.group), [])
-    if not any(reference() is module for reference in members):
-        members.append(weakref.ref(module))
+    if region.reduces:
+        key = 0 if region.group is None else id(region.group)
+        _RECORDERS.setdefault(key, weakref.WeakKeyDictionary()).setdefault(module)
+
+
+def has_state(module: Any) -> None:
+    """`module` may record amax from compiled code, which cannot call `joins`: whether it did shows in its history's version."""
+    _STATEFUL.setdefault(module)
+
+
+def _look(region: Region) -> None:
+    if _num_ranks(region.group) > 1:
+        known: Any = _RECORDERS.get(0 if region.group is None else id(region.group), ())
+        region.versions = {module: module.delayed_amax_history._version for module in _STATEFUL if module not in known}
+
+
+def _join_changed(region: Region) -> None:
+    for module, version in region.versions.items():
+        if module.delayed_amax_history._version != version:
+            joins(module, region)
+
+
+def _num_ranks(group: Any) -> int:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 1
+    return torch.distributed.get_world_size(group)
 
 
 def _reduce_amax(region: Region) -> None:
     """Once per step and group: the newest row of all histories becomes the largest over the ranks."""
     key = 0 if region.group is None else id(region.group)
-    if key in region.reduced or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if key in region.reduced or _num_ranks(region.group) == 1:
         return
     region.reduced.add(key)
-    if torch.distributed.get_world_size(region.group) == 1:
-        return
-    members = _RECORDERS.get(key, [])
-    members[:] = [reference for reference in members if reference() is not None]
-    modules = [module for reference in members if (module := reference()) is not None]
+    modules = list(_RECORDERS.get(key, ()))
     rows = [module.delayed_amax_history[0] for module in modules if module.delayed_amax_history is not None]
     if not rows:
         return

@@ -45,6 +45,14 @@ class Call(NamedTuple):
     overwrite: bool
 
 
+def check_input(x: object) -> None:
+    """What modules take: a tensor of float32, bfloat16 or float16."""
+    if not isinstance(x, torch.Tensor):
+        raise ValueError(f"x is a {type(x).__name__}; it must be a tensor")
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"x is {x.dtype}; it must be float32, bfloat16 or float16")
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """torch.autocast's type where it is on, else x's."""
     kind = x.device.type

@@ -11,11 +11,12 @@ from torch.autograd.function import once_differentiable
 
 from fourwave.nn import products
 from fourwave.nn.base import GRAD, INPUT, WEIGHT, record
-from fourwave.nn.function import Call, _told, compute_dtype
+from fourwave.nn.function import Call, _told, check_input, compute_dtype
 from fourwave.nn.linear import LinearBase, made_parameter, reset_linear
 from fourwave.nn.products import Operand, Pair, in_dtype, pack, pair, unpack
 from fourwave.ops.grouped_gemm.api import grouped_gemm, grouped_gemm_wgrad
-from fourwave.recipes import Recipe
+from fourwave.quantize.tensor import FORMATS
+from fourwave.recipes import Plan, Recipe
 
 Tensor = torch.Tensor
 
@@ -53,7 +54,7 @@ class GroupedLinear(LinearBase):
         self.reset_parameters()
         self._prepare_default()
 
-    def reset_parameters(self) -> None:
+    def _initialize(self) -> None:
         """Each group as a Linear of its own."""
         for g in range(self.num_groups):
             reset_linear(self.weight[g], None if self.bias is None else self.bias[g], self.init_method)
@@ -74,8 +75,10 @@ class GroupedLinear(LinearBase):
             raise ValueError(
                 f"m_sizes is {tuple(m_sizes.shape)}; it must be [{self.num_groups}], the rows of each group"
             )
+        check_input(x)
         step = self._begin(x.device)
         grad = torch.is_grad_enabled()
+        self._check_blocks(step.plan, grad and x.requires_grad)
         bias = self.bias
         weight, cached, main_grad, overwrite = self._weight("weight", x, step, 0, is_first_microbatch)
         call = Call(
@@ -95,10 +98,21 @@ class GroupedLinear(LinearBase):
                     record(step.history, slot, value)
         return y
 
+    def _check_blocks(self, plan: Plan, needs_dgrad: bool) -> None:
+        """A block of a weight's scales must not reach into the next group."""
+        for name, along in ((plan.w, False), (plan.w_t if needs_dgrad else None, True)):
+            scaling = None if name is None else FORMATS[name].scaling
+            block = {"128x128": 128, "1x128": 128 * along, "1x32": 32 * along}.get(scaling or "", 0)
+            if block and self.out_features % block:
+                raise ValueError(
+                    f"out_features is {self.out_features}; with weights in {name}{' and a gradient of the input' * along} it must be a "
+                    f"multiple of {block}, so that no block of scales belongs to two groups"
+                )
+
     def extra_repr(self) -> str:
         return (
             f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}"
+            f"bias={self.bias is not None}{self._repr_of_weights()}"
         )
 
 

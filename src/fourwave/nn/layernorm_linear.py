@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fourwave.nn.function import compute_dtype
+from fourwave.nn.function import check_input, compute_dtype
 from fourwave.nn.linear import LinearBase, made_parameter, reset_linear
 from fourwave.nn.norm import check_normalization, norm, reset_norm
 from fourwave.recipes import Recipe
@@ -62,7 +62,7 @@ class LayerNormLinear(LinearBase):
     layer_norm_bias: nn.Parameter | None
     bias: nn.Parameter | None
 
-    def reset_parameters(self) -> None:
+    def _initialize(self) -> None:
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
         reset_linear(self.weight, self.bias, self.init_method)
 
@@ -83,10 +83,11 @@ class LayerNormLinear(LinearBase):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"normalization={self.normalization!r}, eps={self.eps}"
+            f"normalization={self.normalization!r}, eps={self.eps}{self._repr_of_weights()}"
         )
 
 
 def check_features(x: Tensor, features: int) -> None:
+    check_input(x)
     if x.dim() == 0 or x.shape[-1] != features:
         raise ValueError(f"x is {tuple(x.shape)}; its last dimension must be {features}")

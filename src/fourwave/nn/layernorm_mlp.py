@@ -109,7 +109,7 @@ class LayerNormMLP(LinearBase):
     fc1_bias: nn.Parameter | None
     fc2_bias: nn.Parameter | None
 
-    def reset_parameters(self) -> None:
+    def _initialize(self) -> None:
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.zero_centered_gamma)
         reset_linear(self.fc1_weight, self.fc1_bias, self.init_method)
         reset_linear(self.fc2_weight, self.fc2_bias, self.output_layer_init_method)
@@ -141,4 +141,5 @@ class LayerNormMLP(LinearBase):
         return (
             f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, bias={self.fc1_bias is not None}, "
             f"activation={self.activation!r}, normalization={self.normalization!r}, eps={self.eps}"
+            f"{self._repr_of_weights()}"
         )

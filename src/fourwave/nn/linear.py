@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fourwave.nn.base import QuantizedModule, Step
-from fourwave.nn.function import compute_dtype, linear, quantize_weight
+from fourwave.nn.function import check_input, compute_dtype, linear, quantize_weight
 from fourwave.nn.products import Packed, Pair, pack, pair, unpack
 from fourwave.nn.weights import WeightCache
 from fourwave.quantize import QuantizedTensor
@@ -71,9 +71,17 @@ class LinearBase(QuantizedModule):
 
         Of a weight that is stored in quantized form, the first is an empty tensor that stands for it in autograd.
         """
+        if torch.compiler.is_compiling() and self.delay_wgrad_compute and torch.is_grad_enabled():
+            raise NotImplementedError(
+                "torch.compile with delay_wgrad_compute=True: the backward pass would keep what it leaves out"
+            )
         if name in self._stored:
             stored = self._stored[name]
             main_grad = getattr(self, f"{name}_main_grad")
+            if torch.compiler.is_compiling() and main_grad is not None and torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"torch.compile with {name} stored with main_grad=True: compiled code trains parameters"
+                )
             trains = main_grad is not None and torch.is_grad_enabled()
             stand_in = torch.empty(0, dtype=stored.dtype, device=x.device, requires_grad=trains)
             return stand_in, stored.pair(self, step.plan, compute_dtype(x)), main_grad, bool(is_first_microbatch)
@@ -92,6 +100,11 @@ class LinearBase(QuantizedModule):
         if main_grad is None:
             raise ValueError(
                 f"fuse_wgrad_accumulation=True and {name} has no main_grad: give it a tensor of its shape, float32 say"
+            )
+        if main_grad.shape != weight.shape or main_grad.device != weight.device or not main_grad.is_floating_point():
+            raise ValueError(
+                f"main_grad is {tuple(main_grad.shape)} of {main_grad.dtype} on {main_grad.device}; {name} is {tuple(weight.shape)} "
+                f"on {weight.device}, and main_grad must be floating-point numbers of that shape there"
             )
         return main_grad, bool(is_first_microbatch) or bool(getattr(weight, "overwrite_main_grad", False))
 
@@ -157,6 +170,25 @@ class LinearBase(QuantizedModule):
     def _uncast(self) -> list[str]:
         parts = [part for stored in self._stored.values() for part in stored.parts()]
         return [*super()._uncast(), *parts, *[f"{name}_main_grad" for name in self._stored]]
+
+    def reset_parameters(self) -> None:
+        """New initial values, and the state of delayed scaling and stochastic rounding as in a new module."""
+        if self._stored:
+            raise ValueError(
+                f"{', '.join(self._stored)} is stored in quantized form; set_weight(name, values) gives it new values"
+            )
+        self._initialize()
+        self._reset_state()
+
+    def _initialize(self) -> None:
+        """Initial values of the parameters."""
+        raise NotImplementedError
+
+    def _repr_of_weights(self) -> str:
+        """For extra_repr: weights that are stored in quantized form, and the module's recipe."""
+        parts = [f"{name} stored as {stored.plan.w}" for name, stored in self._stored.items()]
+        parts += [f"recipe={self.recipe}"] if self.recipe is not None else []
+        return "".join(f", {part}" for part in parts)
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that delay_wgrad_compute put off, and add them to .grad or main_grad."""
@@ -267,7 +299,7 @@ class Linear(LinearBase, nn.Linear):
         self.reset_parameters()
         self._prepare_default()
 
-    def reset_parameters(self) -> None:
+    def _initialize(self) -> None:
         reset_linear(self.weight, self.bias, self.init_method)
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
@@ -276,6 +308,7 @@ class Linear(LinearBase, nn.Linear):
         is_first_microbatch  None: quantize the weight. True: and keep it. False: use what was kept, if the weight has not
                 changed since. Ignored with DelayedScaling and by torch.compile
         """
+        check_input(x)
         step = self._begin(x.device)
         bias = None if self.return_bias else self.bias
         y = self._product(x, "weight", bias, step, is_first_microbatch=is_first_microbatch)
@@ -283,7 +316,7 @@ class Linear(LinearBase, nn.Linear):
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return text if self.recipe is None else f"{text}, recipe={self.recipe}"
+        return text + self._repr_of_weights()
 
 
 def reset_linear(weight: Tensor, bias: Tensor | None, init_method: Callable[[Tensor], Any] | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,8 @@ Tensor = torch.Tensor
 
 
 class WatchedParameter(torch.nn.Parameter):
-    """A parameter that counts who took its `.data`: writes through that alias do not move the version counter.
+    """A parameter that counts who took its `.data` or its storage, or handed it to another library through DLPack: writes through
+    those do not move the version counter.
 
     A module makes its weight one when it first keeps a quantized copy. Operations on it give plain tensors. PyTorch's
     optimizers choose their fused and foreach forms by themselves for plain parameters only: ask for them (fused=True).
@@ -33,11 +33,24 @@ class WatchedParameter(torch.nn.Parameter):
         self.aliases_taken = getattr(self, "aliases_taken", 0) + 1
         _DATA.__set__(self, value)
 
+    def untyped_storage(self) -> Any:
+        self.aliases_taken = getattr(self, "aliases_taken", 0) + 1
+        return _storage(self)
+
+    def storage(self) -> Any:
+        self.aliases_taken = getattr(self, "aliases_taken", 0) + 1
+        return super().storage()
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        self.aliases_taken = getattr(self, "aliases_taken", 0) + 1
+        return super().__dlpack__(*args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return torch.nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 _DATA: Any = torch._C.TensorBase.data
+_storage: Any = torch._C.TensorBase.untyped_storage
 
 
 class _Steps:
@@ -63,42 +76,39 @@ class WeightCache:
     """The quantized form of one weight, with what tells that the weight is still the one it was made from.
 
     It is the same parameter object, at the same address of the same storage, with the same version counter; no optimizer has
-    taken a step (fused ones leave the version counter alone); nobody took its `.data`, and nobody but the parameter holds its
-    storage, neither then nor now. What is not seen: writes by code outside PyTorch that keeps the bare address, and the
-    replay of a CUDA graph that holds an optimizer's step.
+    taken a step (fused ones leave the version counter alone); nobody took its `.data` or its storage, and nobody but the parameter
+    holds its storage, neither then nor now. What is not seen: docs/modules.md.
     """
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] | None = None
-        self._weight: weakref.ref[Tensor] | None = None
         self._pair: Pair | None = None
 
     def get(self, weight: Tensor, how: tuple[Any, ...], make: Callable[[], Pair], *, refresh: bool) -> Pair:
         """The kept pair where it is right, else a new one, kept if it can be watched. how: all that `make` depends on."""
         if type(weight) is torch.nn.Parameter:
             weight.__class__ = WatchedParameter
-        if not isinstance(weight, WatchedParameter):
+        if not isinstance(weight, WatchedParameter) or weight.is_inference():  # which have no version counter
             return make()
         _STEPS.watch()
-        key = (how, *_identity(weight))
-        same = self._weight is not None and self._weight() is weight and key == self._key and not _shared(weight)
-        if same and not refresh:
-            assert self._pair is not None
+        if self._pair is not None and not refresh and (how, *_identity(weight)) == self._key and not _shared(weight):
             return self._pair
         self.clear()
         pair = make()
         if not _shared(weight):
-            self._key, self._weight, self._pair = (how, *_identity(weight)), weakref.ref(weight), pair
+            self._key, self._pair = (how, *_identity(weight)), pair
         return pair
 
     def clear(self) -> None:
-        self._key = self._weight = self._pair = None
+        self._key = self._pair = None
 
 
 def _identity(weight: WatchedParameter) -> tuple[Any, ...]:
+    # Kept on the parameter: an object of its own tells it from all others, where a weak reference would forbid swap_tensors.
+    token = weight.__dict__.setdefault("identity", object())
     taken = getattr(weight, "aliases_taken", 0)
-    storage = weight.untyped_storage()._cdata
-    return (weight.data_ptr(), storage, weight._version, taken, _STEPS.taken, weight.dtype, weight.shape)
+    storage = _storage(weight)._cdata
+    return (token, weight.data_ptr(), storage, weight._version, taken, _STEPS.taken, weight.dtype, weight.shape)
 
 
 def _shared(weight: Tensor) -> bool:
@@ -107,7 +117,7 @@ def _shared(weight: Tensor) -> bool:
     Memory that PyTorch did not allocate (`torch.from_numpy`, `from_dlpack`, a mapped file) or once gave to NumPy cannot be
     resized: who else holds it is unknown.
     """
-    storage = weight.untyped_storage()
+    storage = _storage(weight)
     if not storage.resizable() or (weight.device.type == "cpu" and storage.is_shared()):
         return True
     return torch._C._storage_Use_Count(storage._cdata) > _ALONE
