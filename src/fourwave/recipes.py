@@ -108,9 +108,9 @@ class DelayedScaling(Recipe):
     fast_accum  of fprop
 
     At the first training forward of an autocast region (nested ones count with the outermost) a module turns the amax that
-    the last step recorded into scales: amax over the history, history rotated by -1 along the steps, its row 0 zeroed, scale
-    kept where amax is 0 or not finite. The numbers are those of _default_sf_compute and _update_amax_history in
-    transformer_engine/pytorch/quantization.py; Transformer Engine runs the same update when the region and the backward pass
+    the last step recorded into scales: amax over the history, history rotated by -1 along the steps, its row 0 zeroed; scale
+    and history stay where the last step recorded nothing, and the scale where amax is not finite. The rule is that of
+    transformer_engine/common/recipe/delayed_scaling.cu; Transformer Engine runs it when the region and the backward pass
     end, so the scales that a step uses are equal.
     """
 
