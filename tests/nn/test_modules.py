@@ -445,6 +445,16 @@ def test_tensors_without_memory(recipe: str) -> None:
         assert y.is_meta and y.shape == (32, 96 if isinstance(module, fnn.Linear) else 64)
 
 
+def test_parameters_that_wrap_others_are_refused() -> None:
+    """As torchao's: read as a plain tensor, with a plain gradient, what they are would be lost."""
+    two_tensor = pytest.importorskip("torch.testing._internal.two_tensor", reason="this PyTorch has no TwoTensor")
+    linear = fnn.Linear(32, 32)
+    values = linear.weight.detach()
+    linear.weight = torch.nn.Parameter(two_tensor.TwoTensor(values, values.clone()))
+    with pytest.raises(NotImplementedError, match="weight is a TwoTensor"):
+        linear(randn(2, 32))
+
+
 def test_initial_values_are_those_of_nn_linear() -> None:
     torch.manual_seed(0)
     mine = fnn.Linear(64, 96)

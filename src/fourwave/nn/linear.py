@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fourwave.nn.base import QuantizedModule, Step
 from fourwave.nn.function import check_input, compute_dtype, linear, quantize_weight
@@ -88,6 +89,11 @@ class LinearBase(QuantizedModule):
         weight = getattr(self, name)
         if not torch.compiler.is_compiling():
             _refuse_shards(x=x, **{name: weight})
+            if is_traceable_wrapper_subclass(weight):
+                raise NotImplementedError(
+                    f"{name} is a {type(weight).__name__}: modules read parameters as plain tensors, and its gradient would be one; "
+                    "store_quantized keeps weights in quantized form"
+                )
         main_grad, overwrite = None, False
         if self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled():
             main_grad, overwrite = self._main_grad(name, is_first_microbatch)
