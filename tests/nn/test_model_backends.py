@@ -29,8 +29,8 @@ LIMITS = {FP32: (2e-6, 5e-3), FP16: (2e-3, 1e-2), BF16: (1e-2, 2e-2)}
 # Hopper's matrix unit cuts off where float32 rounds.
 FLOAT32_ON_HOPPER = 1e-5
 # Second step of delayed scaling, 16-bit input: where an amax differs by a last bit, so does the scale, and then every code rounds
-# otherwise, with the noise of e5m2.
-OTHER_SCALES = 0.1
+# otherwise, with the noise of e5m2 (native against itself with such an amax: 0.09 to 0.14 in three layers).
+OTHER_SCALES = 0.15
 SEQUENCE = 32
 # width, hidden width of the MLP, heads, layers
 SIZES = {"small": (64, 96, 2, 1), "wide": (128, 64, 4, 1), "deep": (64, 64, 2, 3)}
@@ -115,11 +115,11 @@ def limit(recipe: str, dtype: torch.dtype) -> float:
     return LIMITS[dtype][recipe != "unquantized"]
 
 
-def limit_of(name: str, target: Target, recipe: str, dtype: torch.dtype) -> float:
+def limit_of(name: str, target: Target, recipe: str, dtype: torch.dtype, same_scales: bool) -> float:
     """Of one tensor of `run`."""
     if target.backend == "hopper" and dtype == FP32 and recipe == "unquantized":
         return FLOAT32_ON_HOPPER
-    if recipe == "delayed" and dtype != FP32 and name.endswith("1"):
+    if recipe == "delayed" and dtype != FP32 and name.endswith("1") and not same_scales:
         return OTHER_SCALES
     return limit(recipe, dtype)
 
@@ -158,7 +158,8 @@ def compare(
     assert len(records) == 2 * model.products
     assert all(f": {target.backend} (" in record for record in records), records
     far = distances(found, right)
-    outside = {name: each for name, each in far.items() if each > limit_of(name, target, recipe, dtype)}
+    same_scales = all(far[name] == 0 for name in far if "delayed_scale" in name)
+    outside = {name: each for name, each in far.items() if each > limit_of(name, target, recipe, dtype, same_scales)}
     assert not outside, outside
 
 
