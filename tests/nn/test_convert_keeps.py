@@ -240,6 +240,26 @@ def test_a_converted_model_of_transformers_resizes_its_embeddings() -> None:
     assert model(torch.randint(0, 104, (1, 8))).logits.shape == (1, 8, 104)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_tensors_that_hold_others_are_refused() -> None:
+    """What they are would be lost in silence."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    x = randn(4, 32)
+    jagged = torch.nested.nested_tensor([randn(2, 32), randn(3, 32)], layout=torch.jagged)
+    for module in (fnn.Linear(32, 32), fnn.LayerNormLinear(32, 32)):
+        for wrong in (TwoTensor(x, x.clone()), jagged, x.to_sparse()):
+            for recipe in (None, R.MXFP8()):
+                with (
+                    pytest.raises((NotImplementedError, ValueError), match="x is a"),
+                    fw.autocast(recipe is not None, recipe),
+                ):
+                    module(wrong)
+        module.weight = nn.Parameter(TwoTensor(randn(32, 32), randn(32, 32)))
+        with pytest.raises(NotImplementedError, match="weight is a TwoTensor"):
+            module(x)
+
+
 def test_sharded_parameters_are_told() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

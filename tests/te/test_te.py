@@ -212,7 +212,6 @@ def test_what_is_not_here_is_told() -> None:
         lambda: te.LayerNormLinear(4, 4, parameters_split=("q", "k")),
         lambda: te.LayerNormMLP(4, 4, activation="swiglu", activation_params={"limit": 7.0}),
         lambda: te.LayerNormMLP(4, 4, activation="srelu"),
-        lambda: te.GroupedLinear(2, 4, 4, return_bias=True),
     ):
         with pytest.raises(NotImplementedError):
             refused()

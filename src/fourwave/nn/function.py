@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fourwave.nn import products
 from fourwave.nn.base import GRAD, INPUT, WEIGHT, Step, record
 from fourwave.nn.products import Pair, Tensor, in_dtype, pack, pair, product, unpack
+from fourwave.nn.weights import WatchedParameter
 from fourwave.ops.gemm.operators import _activation_backward
 from fourwave.ops.gemm.problem import SWIGLU
 from fourwave.recipes import Plan
@@ -46,11 +48,35 @@ class Call(NamedTuple):
 
 
 def check_input(x: object) -> None:
-    """What modules take: a tensor of float32, bfloat16 or float16."""
+    """What modules take: a dense tensor of float32, bfloat16 or float16."""
     if not isinstance(x, torch.Tensor):
         raise ValueError(f"x is a {type(x).__name__}; it must be a tensor")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"x is {x.dtype}; it must be float32, bfloat16 or float16")
+    check_dense(x=x)
+
+
+def check_dense(**tensors: Tensor) -> None:
+    """What holds other tensors, or no dense memory: of a DTensor only this rank's part could be multiplied, of others what they hold
+    would be lost."""
+    if torch.compiler.is_compiling():
+        return
+    for name, tensor in tensors.items():
+        kind = type(tensor)
+        if (
+            kind in (Tensor, torch.nn.Parameter, WatchedParameter)
+            and tensor.layout == torch.strided
+            and not tensor.is_nested
+        ):
+            continue
+        if kind.__name__ == "DTensor":
+            raise NotImplementedError(
+                f"{name} is a DTensor, {tuple(tensor.shape)} over several ranks: modules multiply whole tensors, tensor parallelism "
+                "(parallelize_module) is not here. FSDP2 gathers the parameters of the modules that it wraps before their forward pass"
+            )
+        if tensor.is_nested or tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+            what = f"{kind.__name__}{' (nested)' * tensor.is_nested}, {tensor.layout}"
+            raise NotImplementedError(f"{name} is a {what}; modules multiply dense tensors")
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -13,6 +13,7 @@ from fourwave.nn import products
 from fourwave.nn.base import GRAD, INPUT, WEIGHT, record
 from fourwave.nn.function import Call, _told, check_input, compute_dtype
 from fourwave.nn.linear import LinearBase, made_parameter, reset_linear
+from fourwave.nn.parts import MainGrads
 from fourwave.nn.products import Operand, Pair, in_dtype, pack, pair, unpack
 from fourwave.ops.grouped_gemm.api import grouped_gemm, grouped_gemm_wgrad
 from fourwave.quantize.tensor import FORMATS
@@ -128,7 +129,7 @@ class _Grouped(torch.autograd.Function):
         m_sizes: Tensor,
         scales: Tensor | None,
         history: Tensor | None,
-        main_grad: Tensor | None,
+        main_grad: Tensor | MainGrads | None,
         call: Call,
         cached: Pair | None,
         later: list[Any] | None,
@@ -222,11 +223,19 @@ def _without_the_rest(t: Tensor, m_sizes: Tensor) -> Tensor:
 class _GroupedWgrad:
     """dw[g] = dz[rows of g].T @ x[rows of g], now or later."""
 
-    def __init__(self, call: Call, dz: Operand, x: Operand, m_sizes: Tensor, main_grad: Tensor | None) -> None:
+    def __init__(
+        self, call: Call, dz: Operand, x: Operand, m_sizes: Tensor, main_grad: Tensor | MainGrads | None
+    ) -> None:
         self.call, self.dz, self.x, self.m_sizes, self.main_grad = call, dz, x, m_sizes, main_grad
 
     def run(self) -> tuple[Tensor, None]:
         call, out = self.call, self.main_grad
+        if isinstance(out, MainGrads):
+            dw = grouped_gemm_wgrad(
+                self.dz, in_dtype(self.x, call.dtype), self.m_sizes, out_dtype=out.dtype, backend=call.backend
+            )
+            out.add(dw, call.overwrite)
+            return dw, None
         dw = grouped_gemm_wgrad(
             self.dz, in_dtype(self.x, call.dtype), self.m_sizes, out_dtype=call.weight_dtype if out is None else None,
             out=out, accumulate=out is not None and not call.overwrite, backend=call.backend,

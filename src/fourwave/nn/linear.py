@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fourwave.nn.base import QuantizedModule, Step
-from fourwave.nn.function import check_input, compute_dtype, linear, quantize_weight
+from fourwave.nn.function import check_dense, check_input, compute_dtype, linear, quantize_weight
 from fourwave.nn.products import Packed, Pair, pack, pair, unpack
 from fourwave.nn.weights import WeightCache
 from fourwave.quantize import QuantizedTensor
@@ -87,13 +86,12 @@ class LinearBase(QuantizedModule):
             stand_in = torch.empty(0, dtype=stored.dtype, device=x.device, requires_grad=trains)
             return stand_in, stored.pair(self, step.plan, compute_dtype(x)), main_grad, bool(is_first_microbatch)
         weight = getattr(self, name)
-        if not torch.compiler.is_compiling():
-            _refuse_shards(x=x, **{name: weight})
-            if is_traceable_wrapper_subclass(weight):
-                raise NotImplementedError(
-                    f"{name} is a {type(weight).__name__}: modules read parameters as plain tensors, and its gradient would be one; "
-                    "store_quantized keeps weights in quantized form"
-                )
+        check_dense(**{name: weight})
+        if self.delay_wgrad_compute and weight.requires_grad and not weight.is_leaf and not self._parts(name):
+            raise ValueError(
+                f"delay_wgrad_compute=True and {name} is computed from others (torch.nn.utils.parametrize, say): its gradient could not "
+                "go on to them in backward_dw"
+            )
         main_grad, overwrite = None, False
         if self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled():
             main_grad, overwrite = self._main_grad(name, is_first_microbatch)
@@ -132,8 +130,12 @@ class LinearBase(QuantizedModule):
         cache = self._caches.setdefault(name, WeightCache())
         return cache.get(
             weight, how, lambda: quantize_weight(weight, plan, step, slot, need_row=True, need_col=need_col),
-            refresh=bool(is_first_microbatch),
+            refresh=bool(is_first_microbatch), parts=self._parts(name),
         )  # fmt: skip
+
+    def _parts(self, name: str) -> Sequence[Tensor]:
+        """The parameters that the weight is joined of, if it is none itself."""
+        return ()
 
     def store_quantized(self, recipe: Recipe, *, dgrad: bool = True, main_grad: bool = False) -> None:
         """Keep the weights in the recipe's formats only, as buffers; the parameters are gone.
@@ -204,17 +206,20 @@ class LinearBase(QuantizedModule):
                 dw, _ = wgrad.run()
                 if wgrad.main_grad is not None:
                     continue
-                weight.grad = dw if weight.grad is None else weight.grad + dw
+                self._add_grad(weight, dw)
+
+    def _add_grad(self, weight: Tensor, grad: Tensor) -> None:
+        _backward([weight], [grad], [getattr(self, name) for name in self._weights])
 
 
-def _refuse_shards(**tensors: Tensor) -> None:
-    """Of a DTensor only this rank's part could be multiplied."""
-    for name, tensor in tensors.items():
-        if type(tensor).__name__ == "DTensor":
-            raise NotImplementedError(
-                f"{name} is a DTensor, {tuple(tensor.shape)} over several ranks: modules multiply whole tensors, tensor parallelism "
-                "(parallelize_module) is not here. FSDP2 gathers the parameters of the modules that it wraps before their forward pass"
-            )
+def _backward(leaves: Sequence[Tensor], grads: Sequence[Tensor], parameters: Sequence[Tensor | None]) -> None:
+    """Give gradients to the parameters of a forward pass, by way of autograd: their hooks run. parameters: the module's now."""
+    if any(type(parameter).__name__ == "DTensor" for parameter in parameters):
+        raise RuntimeError(
+            "backward_dw: the parameters of the forward pass are gone, for fully_shard (FSDP2) has sharded them since, and their "
+            "gradients would be lost; delay_wgrad_compute and fully_shard exclude each other"
+        )
+    torch.autograd.backward(list(leaves), list(grads))
 
 
 class StoredWeight:

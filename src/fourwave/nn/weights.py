@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -84,43 +85,65 @@ class WeightCache:
         self._key: tuple[Any, ...] | None = None
         self._pair: Pair | None = None
 
-    def get(self, weight: Tensor, how: tuple[Any, ...], make: Callable[[], Pair], *, refresh: bool) -> Pair:
-        """The kept pair where it is right, else a new one, kept if it can be watched. how: all that `make` depends on."""
-        if type(weight) is torch.nn.Parameter:
-            weight.__class__ = WatchedParameter
-        if not isinstance(weight, WatchedParameter) or weight.is_inference():  # which have no version counter
+    def get(
+        self,
+        weight: Tensor,
+        how: tuple[Any, ...],
+        make: Callable[[], Pair],
+        *,
+        refresh: bool,
+        parts: Sequence[Tensor] = (),
+    ) -> Pair:
+        """The kept pair where it is right, else a new one, kept if it can be watched. how: all that `make` depends on.
+
+        parts  the parameters that the weight was joined of, if it is none itself; they may share its storage
+        """
+        watched = list(parts) or [weight]
+        for each in watched:
+            if type(each) is torch.nn.Parameter:
+                each.__class__ = WatchedParameter
+        if any(not isinstance(each, WatchedParameter) or each.is_inference() for each in watched):  # no version counter
             return make()
         _STEPS.watch()
-        if self._pair is not None and not refresh and (how, *_identity(weight)) == self._key and not _shared(weight):
+        known = [*watched, *[weight] * bool(parts)]
+        if self._pair is not None and not refresh and (how, *_identity(watched)) == self._key and not _shared(known):
             return self._pair
         self.clear()
         pair = make()
-        if not _shared(weight):
-            self._key, self._pair = (how, *_identity(weight)), pair
+        if not _shared(known):
+            self._key, self._pair = (how, *_identity(watched)), pair
         return pair
 
     def clear(self) -> None:
         self._key = self._pair = None
 
 
-def _identity(weight: WatchedParameter) -> tuple[Any, ...]:
+def _identity(weights: Sequence[Any]) -> tuple[Any, ...]:
+    return (_STEPS.taken, *(_identity_of(weight) for weight in weights))
+
+
+def _identity_of(weight: WatchedParameter) -> tuple[Any, ...]:
     # Kept on the parameter: an object of its own tells it from all others, where a weak reference would forbid swap_tensors.
     token = weight.__dict__.setdefault("identity", object())
     taken = getattr(weight, "aliases_taken", 0)
     storage = _storage(weight)._cdata
-    return (token, weight.data_ptr(), storage, weight._version, taken, _STEPS.taken, weight.dtype, weight.shape)
+    return (token, weight.data_ptr(), storage, weight._version, taken, weight.dtype, weight.shape)
 
 
-def _shared(weight: Tensor) -> bool:
-    """Whether anything but the weight may hold its storage, a tensor, an array or another process: a write through it may go unseen.
+def _shared(known: Sequence[Tensor]) -> bool:
+    """Whether anything but these tensors may hold their storages, a tensor, an array or another process: a write through it may go unseen.
 
     Memory that PyTorch did not allocate (`torch.from_numpy`, `from_dlpack`, a mapped file) or once gave to NumPy cannot be
     resized: who else holds it is unknown.
     """
-    storage = _storage(weight)
-    if not storage.resizable() or (weight.device.type == "cpu" and storage.is_shared()):
-        return True
-    return torch._C._storage_Use_Count(storage._cdata) > _ALONE
+    holders = Counter(_storage(each)._cdata for each in known)
+    for each in known:
+        storage = _storage(each)
+        if not storage.resizable() or (each.device.type == "cpu" and storage.is_shared()):
+            return True
+        if torch._C._storage_Use_Count(storage._cdata) > _ALONE + holders[storage._cdata] - 1:
+            return True
+    return False
 
 
 def _count_alone() -> int:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from fourwave import nn as fnn
+from fourwave.nn import parts
 from fourwave.nn.function import compute_dtype
+from fourwave.nn.linear import _backward, reset_linear
 from fourwave.nn.norm import norm, reset_norm
 
 Tensor = torch.Tensor
@@ -276,7 +278,7 @@ class LayerNormMLP(_Module, fnn.LayerNormMLP):
 
 
 class GroupedLinear(_Module, fnn.GroupedLinear):
-    """One parameter [num_gemms, out_features, in_features]; state_dict has weight0, weight1, ... and loads them."""
+    """Parameters weight0, weight1, ... and bias0, bias1, ..., slices of one tensor, which `weight` and `bias` give as a whole."""
 
     def __init__(
         self,
@@ -305,15 +307,102 @@ class GroupedLinear(_Module, fnn.GroupedLinear):
         name: str | None = None,
         use_grouped_tensor: bool | None = None,
     ) -> None:
-        if return_bias:
-            raise NotImplementedError("GroupedLinear(return_bias=True): only False is here")
+        if num_gemms < 1:
+            raise ValueError(f"num_gemms is {num_gemms}; it must be at least 1")
         super().__init__(
             num_gemms, in_features, out_features, bias, params_dtype=params_dtype, device=_device(device),
             init_method=init_method or normal_init, fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             delay_wgrad_compute=delay_wgrad_compute,
         )  # fmt: skip
-        self.num_gemms = num_gemms
+        self.num_gemms, self.return_bias = num_gemms, return_bias
+        wholes = {name: self._parameters.pop(name) for name in ("weight", "bias")}
+        for g in range(num_gemms):
+            for name in wholes:
+                self.register_parameter(f"{name}{g}", None)
+        for name, whole in wholes.items():
+            if whole is not None:
+                for g, part in enumerate(parts.split(whole)):
+                    self.register_parameter(f"{name}{g}", part)
         self._set_up(bias, return_bias, tp_group, tp_size, parallel_mode)
+
+    def _parts(self, name: str) -> list[torch.nn.Parameter]:
+        """weight0, weight1, ... or bias0, bias1, ...; none where there are no such parameters."""
+        found = [getattr(self, f"{name}{g}") for g in range(self.num_gemms)]
+        return [part for part in found if part is not None]
+
+    def _whole(self, name: str) -> Any:
+        if name in self._parameters:  # in the constructor
+            return self._parameters[name]
+        if "num_gemms" not in self.__dict__:
+            raise AttributeError(name)
+        found = self._parts(name)
+        return parts.joined(found, self.fuse_wgrad_accumulation and name == "weight") if found else None
+
+    @property  # type: ignore[override]
+    def weight(self) -> Any:
+        """[num_gemms, out_features, in_features]"""
+        return self._whole("weight")
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        """store_quantized takes the parameters away."""
+        assert value is None
+        for g in range(self.num_gemms):
+            setattr(self, f"weight{g}", None)
+
+    @property
+    def bias(self) -> Any:  # type: ignore[override]
+        """[num_gemms, out_features], None with return_bias: what is added."""
+        return None if self.__dict__.get("return_bias") else self._whole("bias")
+
+    def _initialize(self) -> None:
+        if "num_gemms" not in self.__dict__:
+            super()._initialize()
+            return
+        biases = self._parts("bias")
+        for g, weight in enumerate(self._parts("weight")):
+            reset_linear(weight, biases[g] if biases else None, self.init_method)
+
+    def _main_grad(self, name: str, is_first_microbatch: bool | None) -> tuple[Any, bool]:
+        """main_grad of all parts: one tensor where theirs lie together."""
+        weights = self._parts(name)
+        trained = [g for g, weight in enumerate(weights) if weight.requires_grad]
+        missing = [f"{name}{g}" for g in trained if getattr(weights[g], "main_grad", None) is None]
+        if missing:
+            raise ValueError(
+                f"fuse_wgrad_accumulation=True and {', '.join(missing)} has no main_grad: give it a tensor of its shape, float32 say"
+            )
+        overwrite = {
+            bool(is_first_microbatch) or bool(getattr(weights[g], "overwrite_main_grad", False)) for g in trained
+        }
+        if len(overwrite) > 1:
+            raise ValueError(f"overwrite_main_grad is set of some of {name}0, {name}1, ... only")
+        grads: list[Any] = [getattr(weight, "main_grad", None) if weight.requires_grad else None for weight in weights]
+        whole = len(trained) == len(weights) and parts.lie_together(grads)
+        return (parts.view(grads) if whole else parts.MainGrads(grads)), overwrite.pop()
+
+    def _add_grad(self, weight: Tensor, grad: Tensor) -> None:
+        given = [
+            (part, each) for part, each in zip(parts.of(weight), grad.unbind(0), strict=True) if part.requires_grad
+        ]
+        _backward([part for part, _ in given], [each for _, each in given], self._parts("weight"))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        together = [name for name in ("weight", "bias") if (found := self._parts(name)) and parts.lie_together(found)]
+        super()._apply(fn, recurse)
+        for name in together:
+            self._lay_together(name)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in ("weight", "bias"):
+            self._lay_together(name)
+
+    def _lay_together(self, name: str) -> None:
+        found = self._parts(name)
+        if found and parts.alike(found) and not parts.lie_together(found):
+            parts.lay_together(found)
 
     def forward(  # type: ignore[override]
         self,
@@ -322,28 +411,29 @@ class GroupedLinear(_Module, fnn.GroupedLinear):
         is_first_microbatch: bool | None = None,
         out: Tensor | None = None,
         dgrad_out: Tensor | None = None,
-    ) -> Tensor:
-        """m_splits: a list is copied to the device; int32 and int64 tensors there are taken as they are."""
+    ) -> Any:
+        """m_splits: a list is copied to the device; int32 and int64 tensors there are taken as they are. With return_bias the list of
+        biases is returned, too, and not added."""
         for name, given in (("out", out), ("dgrad_out", dgrad_out)):
             if given is not None:
                 raise NotImplementedError(f"GroupedLinear.forward({name}=...): results are new tensors here")
         sizes = m_splits if isinstance(m_splits, Tensor) else _sizes(m_splits, inp)
         rows = inp.reshape(-1, inp.shape[-1]) if inp.numel() else inp.reshape(0, inp.shape[-1])
         y = super().forward(rows, sizes.to(inp.device, non_blocking=True), is_first_microbatch)
-        return y.view(*inp.shape[:-1], y.shape[-1])
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in ("weight", "bias"):
-            whole = destination.pop(prefix + name, None)
-            if whole is not None:
-                destination.update({f"{prefix}{name}{g}": part for g, part in enumerate(whole.unbind(0))})
+        y = y.view(*inp.shape[:-1], y.shape[-1])
+        if not self.return_bias:
+            return y
+        dtype = compute_dtype(inp)
+        biases = [bias.to(dtype) for bias in self._parts("bias")]
+        return y, biases or [inp.new_empty(0, dtype=dtype) for _ in range(self.num_gemms)]
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes `weight` and `bias` of all experts, too."""
         for name in ("weight", "bias"):
-            parts = [f"{prefix}{name}{g}" for g in range(self.num_gemms)]
-            if all(part in state_dict for part in parts):
-                state_dict[prefix + name] = torch.stack([state_dict.pop(part) for part in parts])
+            whole, names = prefix + name, [f"{prefix}{name}{g}" for g in range(self.num_gemms)]
+            if whole in state_dict and self._parts(name) and not any(each in state_dict for each in names):
+                if len(state_dict[whole]) == self.num_gemms:
+                    state_dict.update(zip(names, state_dict.pop(whole).unbind(0), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
