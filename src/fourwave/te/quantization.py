@@ -42,16 +42,35 @@ def fp8_autocast(
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """As fourwave.nn.checkpoint; use_reentrant is ignored: it is always the non-reentrant kind, for which, as there,
-    distribute_saved_activations and tp_group mean nothing."""
+    distribute_saved_activations and tp_group mean nothing. get_rng_state_tracker: a function that returns an object with get_states
+    and set_states, of which each run starts with the same."""
     reentrant = kwargs.pop("use_reentrant", True)
     kwargs.pop("tp_group", None)
     if kwargs.pop("distribute_saved_activations", False) and reentrant:
         raise NotImplementedError("distribute_saved_activations=True: activations are not distributed here")
-    if kwargs.pop("get_rng_state_tracker", None) is not None:
-        raise NotImplementedError(
-            "get_rng_state_tracker: of random states, PyTorch's own are set back when activations are computed again"
-        )
+    get_rng_state_tracker = kwargs.pop("get_rng_state_tracker", None)
+    if get_rng_state_tracker is not None:
+        function = _replaying(function, get_rng_state_tracker)
     return _checkpoint(function, *args, **kwargs)
+
+
+def _replaying(function: Callable[..., Any], get_tracker: Callable[[], Any]) -> Callable[..., Any]:
+    """function, whose runs after the first one start with the tracker's states of that one and leave them as they were."""
+    first: list[Any] = []
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        tracker = get_tracker()
+        before = tracker.get_states()
+        if not first:
+            first.append(before)
+            return function(*args, **kwargs)
+        tracker.set_states(first[0])
+        try:
+            return function(*args, **kwargs)
+        finally:
+            tracker.set_states(before)
+
+    return run
 
 
 @contextlib.contextmanager
