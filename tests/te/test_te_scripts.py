@@ -405,7 +405,7 @@ def test_checkpoint_replays_the_trackers_random_numbers() -> None:
         state = tracker.get_states()["model"]
         for loss in losses:
             loss.backward()
-        assert torch.equal(tracker.get_states()["model"], state)
+            assert torch.equal(tracker.get_states()["model"], state)
         grads.append(linear.weight.grad)
         after.append(state)
     assert grads[0] is not None and torch.equal(grads[0], grads[1]) and torch.equal(*after)
