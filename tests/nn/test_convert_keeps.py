@@ -227,6 +227,19 @@ def test_code_that_asks_for_torchs_linear_finds_it() -> None:
     assert type(copied) is fnn.Linear and copied.recipe == R.MXFP8()
 
 
+def test_the_constructor_is_that_of_torchs_linear() -> None:
+    """Such as `type(linear)(in, out, bias, device, dtype)` and skip_init, that code for nn.Linear has."""
+    for arguments in ((8, 4), (8, 4, False), (8, 4, True, "meta"), (8, 4, True, "cpu", torch.bfloat16)):
+        mine, theirs = fnn.Linear(*arguments), nn.Linear(*arguments)
+        assert list(mine.state_dict()) == list(theirs.state_dict())
+        for p, q in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert (p.shape, p.dtype, p.device) == (q.shape, q.dtype, q.device)
+    assert fnn.Linear(8, 4, dtype=torch.float16).weight.dtype == torch.float16
+    assert type(nn.utils.skip_init(fnn.Linear, 8, 4)) is fnn.Linear
+    with pytest.raises(ValueError, match="say the same thing"):
+        fnn.Linear(8, 4, dtype=torch.float16, params_dtype=torch.float16)
+
+
 def test_a_converted_model_of_transformers_resizes_its_embeddings() -> None:
     transformers = pytest.importorskip("transformers", reason="transformers (of the demo extra) is not installed")
     config = transformers.LlamaConfig(

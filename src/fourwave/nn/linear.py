@@ -270,7 +270,7 @@ class Linear(LinearBase, nn.Linear):
     """y = x @ weight.T + bias. A torch.nn.Linear, with its parameters, initial values and state_dict: code that asks for that class
     (optimizer groups, initialisation, LoRA adapters) finds it. Code that reads .weight and multiplies by itself does not quantize.
 
-    params_dtype  of weight and bias; default torch's default dtype
+    device, dtype of weight and bias, as in torch.nn.Linear; default torch's default dtype. params_dtype: dtype's name in the other modules
     init_method   function that fills the weight in place; default that of torch.nn.Linear
     return_bias   do not add the bias but return (y, bias)
     recipe        used where no fw.autocast is in force
@@ -290,15 +290,19 @@ class Linear(LinearBase, nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
         *,
         params_dtype: torch.dtype | None = None,
-        device: Any = None,
         init_method: Callable[[Tensor], Any] | None = None,
         return_bias: bool = False,
         recipe: Recipe | None = None,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
     ) -> None:
+        if dtype is not None and params_dtype is not None:
+            raise ValueError(f"dtype={dtype} and params_dtype={params_dtype} say the same thing: give one of them")
+        params_dtype = params_dtype or dtype
         super().__init__(recipe, fuse_wgrad_accumulation, delay_wgrad_compute)
         self.in_features, self.out_features = in_features, out_features
         self.return_bias, self.init_method = return_bias, init_method
