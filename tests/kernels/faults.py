@@ -98,6 +98,13 @@ REDUNDANT: tuple[Redundant, ...] = (
         "the ones that rows are multiplied with for their sums have one scale in all bytes",
     ),
     Redundant(
+        "lgkmcnt dropped",
+        "cdna4.py",
+        "wait_lds()",
+        r"gfx950 grouped mxfp8 ",
+        "the first wait of a step: its scales, the last that the step before read, are sorted before it, and that has waited for all reads",
+    ),
+    Redundant(
         "counter (one higher|dropped)",
         "gfx1250.py",
         "tdm.wait_lds()",
