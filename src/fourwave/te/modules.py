@@ -9,6 +9,7 @@ save_original_input, which keeps other bytes for the same numbers, change nothin
 
 from __future__ import annotations
 
+import copy
 import operator
 import warnings
 from collections.abc import Callable, Iterable
@@ -388,16 +389,22 @@ class GroupedLinear(_Module, fnn.GroupedLinear):
         _backward([part for part, _ in given], [each for _, each in given], self._parts("weight"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        together = [name for name in ("weight", "bias") if (found := self._parts(name)) and parts.lie_together(found)]
+        together = self._together()
         super()._apply(fn, recurse)
         for name in together:
             self._lay_together(name)
         return self
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for name in ("weight", "bias"):
-            self._lay_together(name)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        for name in self._together():
+            new._lay_together(name)
+        return new
+
+    def _together(self) -> list[str]:
+        return [name for name in ("weight", "bias") if (found := self._parts(name)) and parts.lie_together(found)]
 
     def _lay_together(self, name: str) -> None:
         found = self._parts(name)
