@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def steps(rank: int, recipe: Any, group: Any, xs: Any, wrap: Any = None) -> dict
     torch.manual_seed(0)
     inner = net = Net()
     if wrap is not None:
-        fw.nn.prepare(inner, recipe)
+        inner = copy.deepcopy(fw.nn.prepare(inner, recipe))
         net = wrap(inner)
     for step in range(5):
         with fw.autocast(recipe=recipe, amax_reduction_group=group):

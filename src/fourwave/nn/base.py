@@ -87,6 +87,12 @@ class QuantizedModule(nn.Module):
         state["_recorded"] = True
         return state
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Of copies and of what was pickled."""
+        super().__setstate__(state)
+        if self.delayed_scale is not None:
+            context.has_state(self)
+
     def _prepare_default(self) -> None:
         """The state that the module's own recipe needs; called at the end of __init__."""
         if self._plan is not None:
