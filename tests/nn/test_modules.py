@@ -418,10 +418,12 @@ def test_bad_input_is_told() -> None:
         grouped(randn(5, 64), [2, 3])
     with pytest.raises(ValueError, match="rows of all groups"):
         grouped(x, torch.tensor([2, 3]))
-    for module in (linear, fnn.LayerNormLinear(64, 96), fnn.LayerNormMLP(64, 96)):
-        for wrong in (torch.ones(2, 64, dtype=torch.int64), torch.ones(2, 64, dtype=torch.float64), None):
+    refusing: tuple[Any, ...] = (linear, fnn.LayerNormLinear(64, 96), fnn.LayerNormMLP(64, 96))
+    for each in refusing:
+        wrongs: tuple[Any, ...] = (torch.ones(2, 64, dtype=torch.int64), torch.ones(2, 64, dtype=torch.float64), None)
+        for value in wrongs:
             with pytest.raises(ValueError, match=r"it must be float32, bfloat16 or float16|it must be a tensor"):
-                module(wrong)
+                each(value)
     with pytest.raises(ValueError, match=r"x is torch.bool"):
         grouped(torch.ones(5, 64, dtype=torch.bool), torch.tensor([2, 3]))
     with pytest.raises(ValueError, match=r"out_features is 40; .* multiple of 32"), fw.autocast(recipe=R.MXFP8()):

@@ -42,7 +42,8 @@ def data(step: int, rank: int) -> torch.Tensor:
 
 def steps(rank: int, recipe: Any, group: Any, xs: Any, wrap: Any = None) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    inner = net = Net()
+    net: Any = Net()
+    inner = net
     if wrap is not None:
         inner = copy.deepcopy(fw.nn.prepare(inner, recipe))
         net = wrap(inner)
