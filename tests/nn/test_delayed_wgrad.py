@@ -61,6 +61,16 @@ def test_gradients_and_hooks(kind: str) -> None:
         assert name == other and torch.equal(a, b), name
 
 
+@pytest.mark.parametrize("kind", MODULES)
+def test_weights_that_are_frozen_since_get_none(kind: str) -> None:
+    module = MODULES[kind](delay_wgrad_compute=True)
+    run(module)
+    first = next(p for n, p in module.named_parameters() if n in ("weight", "fc1_weight"))
+    first.requires_grad_(False)
+    module.backward_dw()
+    assert first.grad is None and (kind != "mlp" or module.fc2_weight.grad is not None)
+
+
 def test_computed_weights_are_refused() -> None:
     module = nn.utils.parametrizations.weight_norm(fnn.Linear(32, 32, delay_wgrad_compute=True))
     with pytest.raises(ValueError, match="weight is computed from others"):

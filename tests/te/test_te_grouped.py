@@ -235,10 +235,21 @@ def test_an_alias_of_the_whole_forbids_keeping() -> None:
         assert torch.equal(a, b)
 
 
+def test_the_whole_is_read_only() -> None:
+    module = made()
+    for name in ("weight", "bias"):
+        for value in (torch.nn.Parameter(randn(G, N, K)), randn(G, N, K)):
+            with pytest.raises(AttributeError, match=f"{name} is read only: set {name}0"):
+                setattr(module, name, value)
+    module.weight0 = torch.nn.Parameter(randn(N, K))
+    assert torch.equal(module.weight[0], randn(N, K))
+
+
 def test_moves_casts_and_copies_lie_together_again() -> None:
     module = made()
     for each in (module.to(torch.bfloat16), module.float(), copy.deepcopy(module), module.to_empty(device="cpu")):
         assert parts.lie_together(weights(each)) and parts.lie_together(biases(each))
+    module.reset_parameters()  # what to_empty found may be NaN, which equals nothing
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)

@@ -203,6 +203,8 @@ def test_norms_take_transformer_engines_arguments() -> None:
             make()
         with pytest.raises(ValueError, match="params_dtype"):
             make(32, params_dtype=BF16, dtype=BF16)
+        with pytest.raises(ValueError, match=r"input is torch\.float64"):
+            new(x.double())
         with pytest.raises(ValueError, match=r"last dimensions must be \(32,\)"):
             new(randn(4, 16))
     y = randn(3, 4, 32)

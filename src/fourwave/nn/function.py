@@ -47,13 +47,13 @@ class Call(NamedTuple):
     overwrite: bool
 
 
-def check_input(x: object) -> None:
+def check_input(x: object, name: str = "x") -> None:
     """What modules take: a dense tensor of float32, bfloat16 or float16."""
     if not isinstance(x, torch.Tensor):
-        raise ValueError(f"x is a {type(x).__name__}; it must be a tensor")
+        raise ValueError(f"{name} is a {type(x).__name__}; it must be a tensor")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"x is {x.dtype}; it must be float32, bfloat16 or float16")
-    check_dense(x=x)
+        raise ValueError(f"{name} is {x.dtype}; it must be float32, bfloat16 or float16")
+    check_dense(**{name: x})
 
 
 def check_dense(**tensors: Tensor) -> None:

@@ -219,7 +219,9 @@ def _backward(leaves: Sequence[Tensor], grads: Sequence[Tensor], parameters: Seq
             "backward_dw: the parameters of the forward pass are gone, for fully_shard (FSDP2) has sharded them since, and their "
             "gradients would be lost; delay_wgrad_compute and fully_shard exclude each other"
         )
-    torch.autograd.backward(list(leaves), list(grads))
+    trained = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if leaf.requires_grad]
+    if trained:  # frozen since: none
+        torch.autograd.backward([leaf for leaf, _ in trained], [grad for _, grad in trained])
 
 
 class StoredWeight:

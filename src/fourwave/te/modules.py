@@ -19,7 +19,7 @@ import torch
 
 from fourwave import nn as fnn
 from fourwave.nn import parts
-from fourwave.nn.function import compute_dtype
+from fourwave.nn.function import check_input, compute_dtype
 from fourwave.nn.linear import _backward, reset_linear
 from fourwave.nn.norm import norm, reset_norm
 
@@ -339,9 +339,16 @@ class GroupedLinear(_Module, fnn.GroupedLinear):
         found = self._parts(name)
         return parts.joined(found, self.fuse_wgrad_accumulation and name == "weight") if found else None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("weight", "bias") and isinstance(value, Tensor) and "num_gemms" in self.__dict__:
+            raise AttributeError(
+                f"{name} is read only: set {name}0, {name}1, ..., or load_state_dict({{{name!r}: ...}})"
+            )
+        super().__setattr__(name, value)
+
     @property  # type: ignore[override]
     def weight(self) -> Any:
-        """[num_gemms, out_features, in_features]"""
+        """[num_gemms, out_features, in_features]: to read. Writes reach the parameters only where they lie together."""
         return self._whole("weight")
 
     @weight.setter
@@ -383,10 +390,7 @@ class GroupedLinear(_Module, fnn.GroupedLinear):
         return (parts.view(grads) if whole else parts.MainGrads(grads)), overwrite.pop()
 
     def _add_grad(self, weight: Tensor, grad: Tensor) -> None:
-        given = [
-            (part, each) for part, each in zip(parts.of(weight), grad.unbind(0), strict=True) if part.requires_grad
-        ]
-        _backward([part for part, _ in given], [each for _, each in given], self._parts("weight"))
+        _backward(parts.of(weight), grad.unbind(0), self._parts("weight"))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         together = self._together()
@@ -511,6 +515,7 @@ class _Norm(torch.nn.Module):
         self._fill()
 
     def forward(self, input: Tensor) -> Tensor:
+        check_input(input, "input")
         inner = len(self.normalized_shape)
         if input.shape[max(input.dim() - inner, 0) :] != self.normalized_shape:
             raise ValueError(f"input is {tuple(input.shape)}; its last dimensions must be {self.normalized_shape}")
