@@ -76,6 +76,46 @@ def test_exact_forward_and_gradients(tokens: int, num_experts: int, top_k: int, 
     assert not unused.any()
 
 
+def test_dropped_choices_add_nothing() -> None:
+    """Whatever their weight and their token: forward and gradients are those of a loop without them."""
+    module = fnn.MoEMLP(16, 8, 5, 2, True, activation="relu")
+    whole(module)
+    x = integers(12, 16, low=-1, high=2)
+    experts = torch.stack([torch.randperm(5)[:2] for _ in range(12)])
+    weights = 2.0 ** torch.randint(-2, 2, (12, 2))
+    dropped = torch.rand(12, 2) < 0.4
+    dropped[0], dropped[1] = True, torch.tensor([False, True])
+    marked = torch.where(dropped, torch.tensor([-1, -7]), experts)
+    x = x.requires_grad_()
+    odd = torch.where(dropped, torch.nan, weights).requires_grad_()
+    exact = loop(module, x, experts, torch.where(dropped, 0.0, weights))
+    y = module(x, routing=(marked, odd))
+    assert torch.equal(y, exact.float())
+    dy = integers(12, 16)
+    inputs = [x, *(p for p in module.parameters() if p is not module.router_weight)]
+    got = torch.autograd.grad(y, [*inputs, odd], dy)
+    for g, r in zip(got, torch.autograd.grad(exact, inputs, dy.double()), strict=False):
+        assert torch.equal(g, r.float())
+    assert (got[-1][dropped] == 0).all() and (got[-1][~dropped] != 0).any()
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_weights_of_scores_that_underflow(scoring: str) -> None:
+    """Normalized weights against float64, also where every chosen score is 0 in float32; the same experts."""
+    module = fnn.MoEMLP(4, 8, 6, 3, scoring=scoring)
+    with torch.no_grad():
+        module.router_weight.copy_(torch.randn(6, 4))
+        module.router_weight[:, 0] = -200.0
+    x = torch.randn(32, 4)
+    x[:, 0] = torch.rand(32) + 1
+    experts, weights, logits = module.route(x)
+    assert (logits < -104).all()  # a sigmoid in float32 is 0
+    scores = logits.double().softmax(-1) if scoring == "softmax" else logits.double().sigmoid()
+    right, chosen = scores.topk(3)
+    assert torch.equal(chosen, experts)
+    assert torch.allclose(weights.double(), right / right.sum(-1, keepdim=True), rtol=1e-4, atol=1e-6)
+
+
 def test_swiglu_in_float32() -> None:
     module = fnn.MoEMLP(32, 24, 5, 2)
     x = torch.randn(2, 9, 32)
@@ -259,3 +299,6 @@ def test_refusals_say_what_came() -> None:
         module(torch.randn(3, 32), routing=(torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)))
     with pytest.raises(ValueError, match=r"torch\.int32"):
         module(torch.randn(3, 32), routing=(torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)))
+    whole_numbers = torch.ones(3, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"weights, floating point"):
+        module(torch.randn(3, 32), routing=(whole_numbers, whole_numbers))

@@ -21,9 +21,10 @@ from fourwave.recipes import Recipe
 Tensor = torch.Tensor
 
 
-_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda logits: logits.softmax(-1),
-    "sigmoid": torch.sigmoid,
+# Scores of logits, and their logarithms but for a summand that all scores of a token share.
+_SCORES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "softmax": (lambda logits: logits.softmax(-1), lambda logits: logits),
+    "sigmoid": (torch.sigmoid, F.logsigmoid),
 }
 
 
@@ -33,7 +34,8 @@ class MoEMLP(nn.Module):
     activation  as in `LayerNormMLP`, gated ones with 2 * ffn_hidden_size outputs of fc1; of fc1's rounded output, the first four
                 and "swiglu" in float32
     scoring     of the logits x @ router_weight.T, float32: "softmax" over all experts, or "sigmoid" of each. A token goes to the
-                top_k experts of the largest scores, which are its weights; normalize: divided by their sum
+                top_k experts of the largest scores, which are its weights; normalize: divided by their sum, also where all of
+                them underflow. With top_k=1 that is 1 whatever the router says, which then gets no gradient: normalize=False
     return_logits  return (y, logits), for a loss that balances the experts
     recipe, fuse_wgrad_accumulation, delay_wgrad_compute  of fc1 and fc2, see `Linear`; the router is not quantized
 
@@ -98,9 +100,9 @@ class MoEMLP(nn.Module):
         kind = x.device.type
         with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
             logits = F.linear(x.float(), self.router_weight.float())
-            weights, experts = _SCORES[self.scoring](logits).topk(self.top_k, dim=-1)
-            if self.normalize:
-                weights = weights / weights.sum(-1, keepdim=True)
+            chosen, experts = logits.topk(self.top_k, dim=-1)  # both scores grow with their logit
+            scores, logarithms = _SCORES[self.scoring]
+            weights = logarithms(chosen).softmax(-1) if self.normalize else scores(logits).gather(-1, experts)
         return experts, weights, logits
 
     def forward(
@@ -109,8 +111,9 @@ class MoEMLP(nn.Module):
         """x [..., hidden_size] -> [..., hidden_size], or with return_logits (that, logits [..., num_experts] float32).
 
         is_first_microbatch  see Linear.forward
-        routing   (experts [tokens, top_k] int64, each below num_experts, weights [tokens, top_k]) of another router; the module's
-                  is not run then, and its logits are not returned. Values are not read on the host
+        routing   (experts [tokens, top_k] int64, each below num_experts, weights [tokens, top_k], floating point) of another router;
+                  the module's is not run then, and its logits are not returned. A choice of a negative expert is dropped: it adds
+                  nothing. Values are not read on the host
         """
         if not isinstance(x, Tensor) or x.dim() == 0 or x.shape[-1] != self.hidden_size:
             came = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -122,11 +125,13 @@ class MoEMLP(nn.Module):
         else:
             experts, weights = routing
             shape = (len(tokens), self.top_k)
-            if tuple(experts.shape) != shape or tuple(weights.shape) != shape or experts.dtype != torch.int64:
+            right = tuple(experts.shape) == tuple(weights.shape) == shape
+            if not right or experts.dtype != torch.int64 or not weights.is_floating_point():
                 raise ValueError(
-                    f"routing is {tuple(experts.shape)} of {experts.dtype} and {tuple(weights.shape)}; it must be experts, int64, and "
-                    f"weights, both {shape}"
+                    f"routing is {tuple(experts.shape)} of {experts.dtype} and {tuple(weights.shape)} of {weights.dtype}; it must be "
+                    f"experts, int64, and weights, floating point, both {shape}"
                 )
+            weights = torch.where(experts < 0, 0, weights)
         order, places, m_sizes = self._order(experts)
         rows = _ToExperts.apply(tokens, order, places)
         z = self.fc1(rows, m_sizes, is_first_microbatch)
@@ -140,13 +145,14 @@ class MoEMLP(nn.Module):
 
     def _order(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choices [tokens * top_k] are numbered token by token. Which choice each row is, rows in the order of experts and, of one,
-        of tokens; which row each choice [tokens, top_k] is; rows of each expert."""
+        of tokens, dropped ones last; which row each choice [tokens, top_k] is; rows of each expert."""
         choices = experts.reshape(-1)
+        choices = torch.where(choices < 0, self.num_experts, choices)
         order = choices.argsort(stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        m_sizes = torch.zeros(self.num_experts, dtype=torch.int64, device=order.device)
+        m_sizes = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=order.device)
         m_sizes.scatter_add_(0, choices, torch.ones_like(choices))
-        return order, places.view(experts.shape), m_sizes
+        return order, places.view(experts.shape), m_sizes[:-1]
 
     def backward_dw(self) -> None:
         """The weight gradients that delay_wgrad_compute put off, see `Linear`."""
