@@ -300,5 +300,8 @@ def test_refusals_say_what_came() -> None:
     with pytest.raises(ValueError, match=r"torch\.int32"):
         module(torch.randn(3, 32), routing=(torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2)))
     whole_numbers = torch.ones(3, 2, dtype=torch.int64)
+    for number in (4, 5):
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            module(torch.randn(3, 32), routing=(whole_numbers * number, torch.ones(3, 2)))
     with pytest.raises(ValueError, match=r"weights, floating point"):
         module(torch.randn(3, 32), routing=(whole_numbers, whole_numbers))

@@ -147,7 +147,8 @@ class MoEMLP(nn.Module):
         """Choices [tokens * top_k] are numbered token by token. Which choice each row is, rows in the order of experts and, of one,
         of tokens, dropped ones last; which row each choice [tokens, top_k] is; rows of each expert."""
         choices = experts.reshape(-1)
-        choices = torch.where(choices < 0, self.num_experts, choices)
+        # Dropped ones have the number behind the last; an expert that is not there stays an index out of range.
+        choices = torch.where(choices < 0, self.num_experts, choices + (choices >= self.num_experts))
         order = choices.argsort(stable=True)
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         m_sizes = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=order.device)
