@@ -14,12 +14,43 @@ import logging
 import os
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fourwave import env
+from fourwave.backends import guard
 
 logger = logging.getLogger("fourwave.dispatch")
+_lock = threading.Lock()  # CuTe DSL traces one function at a time
+
+
+def kernel(
+    compiled: dict[Any, Any], spec: Any, compile_kernel: Callable[[Any], Any], loaded: Callable[[Any], Any]
+) -> Any:
+    """compiled[spec], made at its first use: loaded(CuTe DSL's compiled function), which compile_kernel(spec) makes if no process has
+    done so before. RuntimeError where that comes inside a CUDA graph's capture."""
+    found = compiled.get(spec)
+    if found is not None:
+        return found
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the kernel for {spec} is not compiled yet, and compiling inside a CUDA graph's capture is not possible: "
+            "warm up first, with one call of the same kind outside the capture"
+        )
+    with _lock:
+        found = compiled.get(spec)
+        if found is None:
+            guard.import_cutlass()
+            function = load(spec)
+            if function is None:
+                function = compile_kernel(spec)
+                store(spec, function)
+            found = compiled[spec] = loaded(function)
+    return found
 
 
 def directory() -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +35,6 @@ class QuantizeSpec:
 
 
 _compiled: dict[QuantizeSpec, PackedCall] = {}
-_lock = threading.Lock()  # CuTe DSL traces one function at a time
 
 # The launcher's run-time arguments (sm90.Quantize.__call__), in its order, with their formats.
 _ARGUMENTS = {
@@ -119,25 +117,9 @@ def _readable(x: torch.Tensor, notes: list[str]) -> torch.Tensor:
 
 
 def _kernel(spec: QuantizeSpec) -> PackedCall:
-    """Compiled at its first use, if no process has done so before."""
-    kernel = _compiled.get(spec)
-    if kernel is not None:
-        return kernel
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"the kernel for {spec} is not compiled yet, and compiling inside a CUDA graph's capture is not possible: "
-            "warm up first, with one call of the same kind outside the capture"
-        )
-    with _lock:
-        kernel = _compiled.get(spec)
-        if kernel is None:
-            guard.import_cutlass()
-            compiled = cutedsl_cache.load(spec)
-            if compiled is None:
-                compiled = compile_kernel(spec)
-                cutedsl_cache.store(spec, compiled)
-            kernel = _compiled[spec] = PackedCall(compiled.to(None), _ARGUMENTS)
-    return kernel
+    return cutedsl_cache.kernel(
+        _compiled, spec, compile_kernel, lambda function: PackedCall(function.to(None), _ARGUMENTS)
+    )
 
 
 def compile_kernel(spec: QuantizeSpec, *, keep: bool = False) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +32,6 @@ class DecodeSpec:
 
 
 _compiled: dict[DecodeSpec, PackedCall] = {}
-_lock = threading.Lock()  # CuTe DSL traces one function at a time
 
 # The launcher's run-time arguments (sm90_decode.Decode.__call__), in its order, with their formats.
 _ARGUMENTS = {
@@ -178,25 +176,9 @@ def _padded(length: int) -> int:
 
 
 def _kernel(spec: DecodeSpec) -> PackedCall:
-    """Compiled at its first use, if no process has done so before."""
-    kernel = _compiled.get(spec)
-    if kernel is not None:
-        return kernel
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"the kernel for {spec} is not compiled yet, and compiling inside a CUDA graph's capture is not possible: "
-            "warm up first, with one call of the same kind outside the capture"
-        )
-    with _lock:
-        kernel = _compiled.get(spec)
-        if kernel is None:
-            guard.import_cutlass()
-            compiled = cutedsl_cache.load(spec)
-            if compiled is None:
-                compiled = compile_kernel(spec)
-                cutedsl_cache.store(spec, compiled)
-            kernel = _compiled[spec] = PackedCall(compiled.to(None), _ARGUMENTS)
-    return kernel
+    return cutedsl_cache.kernel(
+        _compiled, spec, compile_kernel, lambda function: PackedCall(function.to(None), _ARGUMENTS)
+    )
 
 
 def compile_kernel(spec: DecodeSpec, *, keep: bool = False) -> Any:

@@ -68,7 +68,6 @@ def specialise(
 
 
 _compiled: dict[Specialisation, Any] = {}
-_lock = threading.Lock()  # CuTe DSL traces one function at a time
 _local = threading.local()  # each thread's plans: their argument blocks are written before every launch
 
 
@@ -270,25 +269,7 @@ def _num_sms(device: int) -> int:
 
 
 def _executor(spec: Specialisation) -> Any:
-    """The loaded kernel; compiled at its first use, if no process has done so before."""
-    executor = _compiled.get(spec)
-    if executor is not None:
-        return executor
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"the kernel for {spec} is not compiled yet, and compiling inside a CUDA graph's capture is not possible: "
-            "warm up first, with one call of the same kind outside the capture"
-        )
-    with _lock:
-        executor = _compiled.get(spec)
-        if executor is None:
-            guard.import_cutlass()
-            compiled = cutedsl_cache.load(spec)
-            if compiled is None:
-                compiled = compile_kernel(spec)
-                cutedsl_cache.store(spec, compiled)
-            executor = _compiled[spec] = compiled.to(None)
-    return executor
+    return cutedsl_cache.kernel(_compiled, spec, compile_kernel, lambda function: function.to(None))
 
 
 def warm_up(problem: GemmProblem, config: HopperConfig | None = None) -> None:

@@ -59,7 +59,6 @@ def specialise(
 
 
 _compiled: dict[GroupedSpecialisation, Any] = {}
-_lock = threading.Lock()
 _local = threading.local()
 
 
@@ -166,25 +165,7 @@ class _Plan:
 
 
 def _executor(spec: GroupedSpecialisation) -> Any:
-    """The loaded kernel; compiled at its first use, if no process has done so before."""
-    executor = _compiled.get(spec)
-    if executor is not None:
-        return executor
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"the kernel for {spec} is not compiled yet, and compiling inside a CUDA graph's capture is not possible: "
-            "warm up first, with one call of the same kind outside the capture"
-        )
-    with _lock:
-        executor = _compiled.get(spec)
-        if executor is None:
-            guard.import_cutlass()
-            compiled = cutedsl_cache.load(spec)
-            if compiled is None:
-                compiled = compile_kernel(spec)
-                cutedsl_cache.store(spec, compiled)
-            executor = _compiled[spec] = compiled.to(None)
-    return executor
+    return cutedsl_cache.kernel(_compiled, spec, compile_kernel, lambda function: function.to(None))
 
 
 def warm_up(problem: GroupedProblem, config: HopperGroupedConfig | None = None) -> None:
