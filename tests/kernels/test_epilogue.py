@@ -268,7 +268,7 @@ def test_bias_grad_of_every_tile(arch: str, index: int, bits: int) -> None:
         problem = eight_bit(arch, layout="NT", bias_grad_dtype=FP32)
     config = candidates(arch, problem.a_dtype.itemsize)[index]
     problem = replace(problem, M=2 * config.tile_m - 12, N=2 * config.tile_n - 8, K=72)
-    if index == 0 and (arch == "gfx950" or bits == 8):
+    if index == 0:  # 256x256: no registers are left for the sums
         assert "bias_grad" in (why_unsupported(problem, config, arch) or "")
         return
     run(arch, problem, config).check()
