@@ -358,20 +358,27 @@ def default_config(problem: GroupedProblem, arch: str) -> tuple[GroupedConfig, l
     no_slower = [r for r in ratings if r.expected <= best.expected and r.equal <= best.equal]
     chosen = min(no_slower, key=lambda r: (r.growth > MAX_GROWTH, r.uneven, r.expected_busy))
     config, tiles = chosen.config, chosen.tiles
+    split_as = (problem, config)  # what decided about split_k
     if problem.b_preshuffled:
         # The order of a sum is not to depend on the order of weights in memory.
-        split = default_config(replace(problem, b_preshuffled=False), arch)[0].split_k
-        config = replace(config, split_k=split)
+        plain = replace(problem, b_preshuffled=False)
+        split_as = (plain, default_config(plain, arch)[0])
+        config = replace(config, split_k=split_as[1].split_k)
+    workgroups = tiles * config.split_k
+    count = f"{tiles} workgroup(s)" if config.split_k == 1 else f"{tiles} tile(s) and so {workgroups} workgroups"
+    filled = "" if problem.split == REDUCTION else " if half of each group's last tile is empty"
     reasons = [
-        f"tile {config.tile_m}x{config.tile_n}: {tiles} workgroup(s) for {cus} compute units of {arch} if half of each group's last tile "
-        f"is empty, {-(-tiles // cus)} round(s); no tile takes less modelled time, and of those that take as much none is better for "
-        "uneven groups",
+        f"tile {config.tile_m}x{config.tile_n}: {count} for {cus} compute units of {arch}{filled}, {-(-workgroups // cus)} round(s); "
+        "no tile takes less modelled time, and of those that take as much none is better for uneven groups",
         f"with half of all rows in one group: {chosen.uneven / chosen.equal:.2f} times the modelled time of equal groups",
         f"{lds_bytes(problem, config, arch)} of {LDS_BYTES[arch]} bytes of LDS",
     ]
     if config.split_k > 1:
+        each, decided = workgroups_per_unit(*split_as, arch), expected_tiles(*split_as)
         reasons.append(
-            f"K split in {config.split_k}, whose sums a second launch adds: the tiles leave compute units idle"
+            f"K split in {config.split_k}, whose sums a second launch adds"
+            + (", as with plain weights, for the same bits" if problem.b_preshuffled else "")
+            + f": {decided} tiles for {cus * each} places, {each} to a compute unit"
         )
     return config, reasons
 
