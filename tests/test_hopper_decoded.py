@@ -121,7 +121,7 @@ def test_every_code_and_scale(code: str, rows: int, columns: int, gap: int, k_la
     scale = torch.randint(0, 256, scale_shape("1x32", rows, columns, k_last), generator=generator, dtype=torch.uint8)
     operand = Operand(rows, columns, k_last, ())
     given = within(raw.view(CODES[code]) if code != "e2m1" else raw, gap)
-    out = sm90_decoded._decoded(operand, given, scale.view(torch.float8_e8m0fnu).cuda()).cpu()
+    out = sm90_decoded.decoded(operand, given, scale.view(torch.float8_e8m0fnu).cuda()).cpu()
     codes = formats.unpack_e2m1(raw) if code == "e2m1" else raw
     exact = formats.decode(codes, formats.get(code), torch.float64)
     exact = exact * expand_scale(scale, "1x32", (rows, columns), k_last)
@@ -143,7 +143,7 @@ def test_three_parts_of_float32(rows: int, columns: int, gap: int, k_last: bool,
     ends = torch.tensor([torch.finfo(FP32).max, -torch.finfo(FP32).max, torch.inf, torch.nan, 0.0, -1.0])
     x.view(-1)[: len(ends)] = ends[: x.numel()]
     operand = Operand(rows, columns, k_last, SLICES[name])
-    out = sm90_decoded._decoded(operand, within(x, gap), None).cpu()
+    out = sm90_decoded.decoded(operand, within(x, gap), None).cpu()
     copies = out.view(rows, 6, -1).transpose(0, 1) if k_last else out.view(6, -1, columns)
     rest = copies[:, :, columns:] if k_last else copies[:, rows:]
     assert not rest.any()

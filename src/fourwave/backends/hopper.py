@@ -146,17 +146,21 @@ class HopperBackend(Backend):
             return f"the operands are on the {problem.device_type.upper()}, not on a Hopper GPU"
         if not _is_hopper(torch.cuda.current_device()):
             return f"the current device is a {torch.cuda.get_device_name()}; there are kernels for Hopper"
-        from fourwave.ops.grouped_gemm import sm90_config
+        from fourwave.ops.grouped_gemm import sm90_decoded as grouped_decoded
 
-        return sm90_config.why_unsupported(problem, config)  # type: ignore[arg-type]
+        return grouped_decoded.why_unsupported(problem, config)  # type: ignore[arg-type]
 
     def describe_grouped_gemm(self, problem: GroupedProblem, config: GroupedConfig | None) -> Description:
+        from fourwave.ops.grouped_gemm import sm90_decoded as grouped_decoded
         from fourwave.ops.grouped_gemm.sm90_config import default_config
 
+        plain = grouped_decoded.plain_problem(problem)
         reasons = ["config given by the caller"]
         chosen: object = config
         if config is None:
-            chosen, reasons = default_config(problem)
+            chosen, reasons = default_config(plain or problem)
+        if plain is not None:
+            reasons = [*grouped_decoded.describe(problem), *reasons]
         kernel = "sm90_swapped" if getattr(chosen, "schedule", None) == "swapped" else "sm90"
         if problem.split == "reduction":
             kernel = "sm90_wgrad"
@@ -166,10 +170,10 @@ class HopperBackend(Backend):
     def run_grouped_gemm(
         self, problem: GroupedProblem, config: GroupedConfig | None, tensors: GroupedTensors
     ) -> list[str]:
-        from fourwave.ops.grouped_gemm import sm90_launch as grouped_launch
+        from fourwave.ops.grouped_gemm import sm90_decoded as grouped_decoded
 
         device = tensors.a.device
         if device.index == torch.cuda.current_device():
-            return grouped_launch.run(problem, config, tensors)  # type: ignore[arg-type]
+            return grouped_decoded.run(problem, config, tensors)  # type: ignore[arg-type]
         with torch.cuda.device(device):
-            return grouped_launch.run(problem, config, tensors)  # type: ignore[arg-type]
+            return grouped_decoded.run(problem, config, tensors)  # type: ignore[arg-type]

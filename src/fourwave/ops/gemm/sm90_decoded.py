@@ -18,7 +18,7 @@ ALIGN_BYTES = 16  # of rows of what is written, for TMA and for stores of 8 elem
 LINE = 8
 # Products of three parts of a and of b (sm90_decode): small ones first, since the matrix unit cuts off what is below a sum's last bit.
 SLICES = {"a": (2, 0, 1, 1, 0, 0), "b": (0, 2, 1, 0, 1, 0)}
-_CODES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2", PACKED_E2M1: "e2m1"}
+CODES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2", PACKED_E2M1: "e2m1"}
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def plain_problem(problem: GemmProblem) -> GemmProblem | None:
     if "1x32" in (problem.a_scaling, problem.b_scaling) and sm90_config.why_unsupported(problem, None) is None:
         return None  # few rows with weights in MXFP4
     for name in ("a", "b"):
-        if getattr(problem, f"{name}_scaling") == "1x32" and getattr(problem, f"{name}_dtype") in _CODES:
+        if getattr(problem, f"{name}_scaling") == "1x32" and getattr(problem, f"{name}_dtype") in CODES:
             changes |= {f"{name}_dtype": torch.bfloat16, f"{name}_scaling": None}
     return replace(problem, **changes) if changes else None
 
@@ -86,8 +86,8 @@ def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors)
     plain = plain_problem(problem)
     if plain is None:
         raise NotImplementedError(why_unsupported(problem, config))
-    a = _decoded(Operand.of(problem, "a"), tensors.a, tensors.a_scale)
-    b = _decoded(Operand.of(problem, "b"), tensors.b, tensors.b_scale)
+    a = decoded(Operand.of(problem, "a"), tensors.a, tensors.a_scale)
+    b = decoded(Operand.of(problem, "b"), tensors.b, tensors.b_scale)
     sums = None if plain.bias_grad_dtype is problem.bias_grad_dtype else tensors.bias_grad
     used = tensors._replace(a=a, b=b, a_scale=None, b_scale=None)
     notes = sm90_launch.run(plain, config, used if sums is None else used._replace(bias_grad=None))
@@ -151,11 +151,11 @@ class Operand:
         return torch.empty(rows, _padded(columns), dtype=torch.bfloat16, device=device)[:, :columns]
 
 
-def _decoded(operand: Operand, t: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+def decoded(operand: Operand, t: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """The operand of plain_problem; t itself where it is in bfloat16 already."""
     if t.dtype == torch.bfloat16:
         return t
-    code = None if t.dtype == torch.float32 else _CODES[t.dtype]
+    code = None if t.dtype == torch.float32 else CODES[t.dtype]
     bits = 32 if code is None else 4 if code == "e2m1" else 8
     stride = t.stride(0) * t.element_size()
     whole = operand.columns % LINE == 0 and (t.data_ptr() | stride) % min(ALIGN_BYTES, LINE * bits // 8) == 0
