@@ -13,7 +13,7 @@ import fourwave as fw
 from fourwave import formats
 from fourwave.backends import registry
 from fourwave.formats.scaling import expand_scale, scale_shape
-from fourwave.ops.gemm import sm90_decoded
+from fourwave.ops.gemm import sm90_config, sm90_decoded
 from fourwave.ops.gemm.problem import PACKED_E2M1, GemmProblem
 from fourwave.ops.gemm.sm90_decoded import SLICES, Operand
 from fourwave.testing import GemmCase, bounds
@@ -45,6 +45,17 @@ def test_what_is_multiplied() -> None:
     few_rows = replace(problem(BF16, PACKED_E2M1), K=64)  # converted in registers
     for p in (problem(BF16, BF16), problem(FP16, FP16), problem(FP32, BF16), few_rows):
         assert sm90_decoded.plain_problem(p) is None and not sm90_decoded.decodes(p)
+    # What those tiles do not write is a reason to decode; there is a tile for each then.
+    mores: list[dict[str, Any]] = [
+        {"activation": "swiglu"}, {"preactivation_dtype": FP32, "activation": "silu"}, {"bias_grad_dtype": BF16},
+        {"out_dtype": E4M3, "out_scaling": "tensor"},
+    ]  # fmt: skip
+    for more in mores:
+        for rows in (1, 64, 128):
+            p = replace(few_rows, M=rows, **more)
+            plain = sm90_decoded.plain_problem(p)
+            assert plain == replace(p, b_dtype=BF16, b_scaling=None)
+            assert sm90_config.default_config(plain)[0] in sm90_config.candidates(plain)
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,8 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
                 f"{problem.M}x{problem.N}x{problem.K} {problem.layout} with weights in MXFP4: the kernel takes TN with up to "
                 f"{PACKED_ROWS} rows and K in whole blocks of 32"
             )
+        if more_outputs(problem) or problem.activation == SWIGLU:
+            return "swiglu, saved preactivation, bias gradient or quantized result with weights in MXFP4: a swapped tile has none of these"
     elif problem.a_dtype in FP8 and problem.b_dtype in FP8:
         if problem.layout != "TN":
             return f"layout {problem.layout} with FP8 operands: wgmma reads 8-bit operands with K contiguous only"
