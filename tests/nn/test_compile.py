@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch._subclasses import FakeTensorMode
 
 import fourwave as fw
@@ -175,28 +176,88 @@ def test_calibrating() -> None:
     assert results[0][1][0].all() and all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "delayed"])
-def test_checkpoint_in_compiled_code(recipe: str) -> None:
+CHECKPOINTS = {
+    "none": lambda function, x: function(x),
+    "fourwave": fnn.checkpoint,
+    "torch": lambda function, x: torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False),
+    "reentrant": lambda function, x: torch.utils.checkpoint.checkpoint(function, x, use_reentrant=True),
+    "selective": lambda function, x: torch.utils.checkpoint.checkpoint(
+        function, x, use_reentrant=False, context_fn=saves_products
+    ),
+}  # fmt: skip
+
+
+def saves_products() -> Any:
+    return torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.fourwave.product.default])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    [
+        ("delayed", "fourwave"),
+        ("delayed", "torch"),
+        *(pytest.param("delayed", kind, marks=pytest.mark.slow) for kind in ("reentrant", "selective")),
+        pytest.param("mxfp8", "torch", marks=pytest.mark.slow),
+    ],
+)
+def test_checkpoint_in_compiled_code(recipe: str, kind: str) -> None:
+    """The second computation finds the scales of the first, though the forward pass made new ones in place."""
+
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
+            self.linear = fnn.prepare(fnn.Linear(64, 64), RECIPES[recipe])
             self.mlp = fnn.prepare(fnn.LayerNormMLP(64, 96), RECIPES[recipe])
 
-        def forward(self, x: torch.Tensor, checkpoint: bool) -> torch.Tensor:
-            return fnn.checkpoint(self.mlp, x) if checkpoint else self.mlp(x)
+        def forward(self, x: torch.Tensor, kind: str) -> torch.Tensor:
+            return CHECKPOINTS[kind](torch.nn.Sequential(self.linear, self.mlp).forward, x)
 
     results = []
-    for checkpoint in (False, True):
+    for each in ("none", kind):
         torch.manual_seed(0)
         net: Any = Net()
-        run = torch.compile(net, fullgraph=True, backend="aot_eager")
-        for step in range(2):
-            x = arguments(8, step)[0].requires_grad_()
+        run = torch.compile(net, fullgraph=True, backend="aot_eager") if each != "none" else net
+        results.append([])
+        for step in range(3):
+            x = (arguments(8, step)[0] * 10**step).requires_grad_()
+            net.zero_grad()
             with fw.autocast(recipe=RECIPES[recipe]):
-                y = run(x, checkpoint)
+                y = run(x, each)
             y.square().sum().backward()
-        results.append([y, x.grad, *(p.grad for p in net.parameters()), *state_of(net)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+            results[-1] += [y, x.grad, *(p.grad for p in net.parameters()), *(t.clone() for t in state_of(net))]
+    assert len(results[0]) == len(results[1])
+    assert [i for i, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)] == []
+
+
+@pytest.mark.slow
+def test_compiled_gradient_checkpointing_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=100, use_cache=False
+    )  # fmt: skip
+    recipe, results = RECIPES["delayed"], []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net: Any = fnn.prepare(fnn.convert(transformers.LlamaForCausalLM(config)), recipe)
+        if compiled:
+            net.gradient_checkpointing_enable()
+        run = torch.compile(net, backend="aot_eager") if compiled else net
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        results.append([])
+        for step in range(3):
+            ids = torch.randint(100, (2, 16), generator=torch.Generator().manual_seed(step))
+            with fw.autocast(recipe=recipe):
+                loss = run(input_ids=ids, labels=ids).loss
+            loss.backward()
+            results[-1] += [
+                loss.detach(),
+                *(p.grad.clone() for p in net.parameters()),
+                *map(torch.clone, state_of(net)),
+            ]
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_what_does_not_compile_is_told() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode
 
 from fourwave.recipes import UNQUANTIZED, CurrentScaling, Plan, Recipe
 
@@ -217,13 +219,32 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @torch.library.custom_op("fourwave::spaced_scales", mutates_args=())
 def kept_spaced(scale: torch.Tensor) -> torch.Tensor:
-    """base.spaced as one operator, whose result compiled checkpoints keep: made again it would be of the next step's scales."""
+    """base.spaced as one operator, whose result compiled checkpoints keep: made again it would be of the next step's scales, since the
+    forward pass has written these by then."""
     return scale.unsqueeze(1).expand(-1, 4).contiguous()
 
 
 @kept_spaced.register_fake
 def _(scale: torch.Tensor) -> torch.Tensor:
     return scale.new_empty(scale.shape[0], 4)
+
+
+def _kept(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """What `mode` does with the operator, and then its node is marked as one that a partitioner must save: torch.utils.checkpoint marks
+    all nodes of its function for a second computation."""
+    proxies = get_proxy_mode() if not isinstance(mode, ProxyTorchDispatchMode) else mode
+    graph = None if proxies is None else proxies.tracer.graph
+    known = 0 if graph is None else len(graph.nodes)
+    out = mode.__torch_dispatch__(func, types, args, kwargs or {})
+    if graph is not None:
+        for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - known):
+            node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+    return out
+
+
+# Releases of PyTorch mark nodes as a graph is made, or after it in the mode of selective checkpoints.
+for _mode in (ProxyTorchDispatchMode, torch.utils.checkpoint._CachingTorchDispatchMode):
+    kept_spaced.register_torch_dispatch(_mode, _kept)
 
 
 def _compiled_contexts() -> Any:
