@@ -100,6 +100,22 @@ def test_epilogue(target: Target, activation: str | None) -> None:
     check(case, target)
 
 
+@pytest.mark.parametrize("backend", ["native", "sim:gfx950", "sim:gfx942"])
+@pytest.mark.parametrize(
+    "activation", ["gelu", *(pytest.param(name, marks=pytest.mark.slow) for name in ACTIVATIONS if name != "gelu")]
+)
+def test_activations_of_what_is_large_or_infinite(backend: str, activation: str) -> None:
+    if why := registry.get(backend).unavailable():
+        pytest.skip(why)
+    largest = torch.finfo(FP32).max
+    z = torch.tensor([17.0, 1e10, 2e19, 1e38, largest, math.inf, -1e10, -largest, -math.inf, math.nan])
+    # 40 equal columns: vectors of PyTorch's CPU kernels, and what is left of them.
+    out = fw.gemm(z[:, None], torch.ones(40, 1), activation=activation, backend=backend)
+    of_minus_inf = 0.0 if activation == "relu" else math.nan  # -inf times 0
+    want = torch.tensor([*z[:6].tolist(), 0.0, 0.0, of_minus_inf, math.nan])
+    assert torch.equal(out.nan_to_num(123.0, math.inf), want.nan_to_num(123.0, math.inf)[:, None].expand(10, 40))
+
+
 @pytest.mark.parametrize(("out_dtype", "activation"), [(FP32, None), (BF16, "relu")], ids=str)
 def test_accumulate(target: Target, out_dtype: torch.dtype, activation: str | None) -> None:
     """wgrad's layout adds to a gradient, in a view of a larger buffer too; the addend is not activated."""

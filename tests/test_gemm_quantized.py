@@ -133,6 +133,21 @@ def test_quantized_results(target: Target, name: str, out_format: str) -> None:
         )
 
 
+@pytest.mark.parametrize("out_format", FP8)
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise", "both"])
+def test_the_direction_of_fp8_results_names_the_codes_as_quantize_does(out_format: str, direction: str) -> None:
+    x, w, scale = torch.randn(33, 48), torch.randn(20, 48), torch.tensor(0.25)
+    q = fw.gemm(x, w, out_format=out_format, out_scale=scale, out_direction=direction, backend="native")
+    want = fw.quantize(fw.gemm(x, w, backend="native"), out_format, direction, scale=scale)
+    for name in ("data", "scale", "columnwise_data", "columnwise_scale"):
+        got, expected = getattr(q, name), getattr(want, name)
+        assert (got is None) == (expected is None), name
+        assert got is None or torch.equal(got.float(), expected.float()), name
+    assert q.amax is not None and want.amax is not None and torch.equal(q.amax, want.amax)
+    with pytest.raises(ValueError, match="its scale is given"):
+        fw.gemm(x, w, out_format=out_format, out_scale=scale, out_scale_rule="ceil")
+
+
 def exponents(rows: int, k: int, step: int) -> torch.Tensor:
     """[rows, blocks of k], no two neighbours alike. Products with steps 1 and 4 span 15 bits: K = 512 of them fit in 24."""
     return torch.arange(rows)[:, None] % 5 + torch.arange(-(-k // 32))[None, :] // step % 4

@@ -95,7 +95,8 @@ def gemm(
     out_format  quantize the float32 result instead of rounding it, by the rules of `fw.quantize`: "fp8_e4m3", "fp8_e5m2" (with
                 the given scale; amax is returned), "mxfp8_e4m3" or "mxfp8_e5m2"
     out_scale   float32, one element: the scale for "fp8_e4m3" and "fp8_e5m2"
-    out_direction, out_scale_rule  of MX: "rowwise", "columnwise" or "both"; "floor" or "ceil"
+    out_direction  "rowwise", "columnwise" or "both", as `fw.quantize` has them; of FP8 the codes are the same
+    out_scale_rule  of MX: "floor" or "ceil"
     batch_invariant  a row of out has the same bits whatever M and the other rows are
     fast_accum  allow the matrix unit's own accumulation where it is less exact than float32 (8-bit floats on Hopper)
     config      the kernel's tunables; default the backend's choice
@@ -310,13 +311,18 @@ def _quantized_output(
                 f"out_format {out_format!r} needs out_scale, a float32 tensor of one element on {device}; it is "
                 + ("None" if out_scale is None else f"{tuple(out_scale.shape)} {out_scale.dtype} on {out_scale.device}")
             )
+        if out_scale_rule != "floor":
+            raise ValueError(
+                f"out_scale_rule {out_scale_rule!r} with {out_format!r}: its scale is given, none is made by a rule"
+            )
         out_scale = out_scale.resolve_neg().reshape(())
-        if out_direction != "rowwise":
-            raise ValueError(f"out_direction {out_direction!r} with {out_format!r}: one scale serves both directions")
         codes = torch.empty((rows, cols), dtype=dtype, device=device)
         amax = torch.empty((), dtype=torch.float32, device=device)
         args = args._replace(out=_nd(codes, shape), out_scaling=fmt.scaling, out_scale=out_scale, out_amax=amax)
-        return args, QuantizedTensor(fmt, (rows, cols), codes, out_scale, amax=amax)
+        # One copy under the names that fw.quantize has for the direction.
+        pair, none = (codes, out_scale), (None, None)
+        row, column = (pair if out_direction in (each, "both") else none for each in ("rowwise", "columnwise"))
+        return args, QuantizedTensor(fmt, (rows, cols), row[0], row[1], column[0], column[1], amax=amax)
     if out_scale is not None:
         raise ValueError(f"out_scale with {out_format!r}: the scales are computed from the result")
     made: list[Any] = []
