@@ -1,13 +1,16 @@
 """Time the Hopper grouped GEMM (FP8, 1x128 with 128x128 scales) against what users have today, and write a record.
 
     python bench/grouped_hopper.py --suite published --out record.json
-    python bench/grouped_hopper.py --suite sweep --sizes skewed
+    python bench/grouped_hopper.py --suite published,sweep,sweep:skewed --deep-gemm --triton fp8_groupwise_grouped_gemm.py --cutlass mslk.so
     python bench/grouped_hopper.py --suite published --configs all         # every candidate, to see what the default misses
-    python bench/grouped_hopper.py --deep-gemm --triton fp8_groupwise_grouped_gemm.py
+
+--suite      one or more: published, sweep (9 pairs of N and K, 1 to 16384 rows), dgrad (published with weights transposed, from 128 rows
+             on), each with even groups or, as NAME:skewed, random ones of which some are empty; decode; skew
 
 --deep-gemm  DeepGEMM's contiguous kernel, rows of each group padded to 128 beforehand, and its masked one; their scales are laid
              out beforehand, and the copies that lay out operands are not in their times
---triton     a file with MSLK's Triton kernel (matmul_f8f8bf16_groupwise_grouped), autotuned over the tiles in TRITON_TILES
+--triton     a file with MSLK's Triton kernel (matmul_f8f8bf16_groupwise_grouped), autotuned for each row over the tiles in TRITON_TILES
+--cutlass    mslk.so of the package mslk-cuda: its CUTLASS operator, which makes a new output in each call
 
 Every variant is checked first: every element against float64 with the bound of fourwave.testing, in a poisoned output. One that
 fails prints no speed. A sample is one CUDA-event interval around the replay of enough captured calls to last about a
@@ -169,6 +172,21 @@ class Triton:
         return self.out
 
 
+class Cutlass:
+    def __init__(self, sets: list[Operands], operator: Any) -> None:
+        self.sets, self.operator = sets, operator
+        self.out = torch.empty_like(sets[0].out)
+        self.scales = [x.b_scale.mT.contiguous() for x in sets]
+
+    def __call__(self, turn: int) -> None:
+        i = turn % len(self.sets)
+        x = self.sets[i]
+        self.out = self.operator(x.a, x.b, x.a_scale.view(x.M, -1), self.scales[i], x.m_sizes)
+
+    def result(self) -> torch.Tensor:
+        return self.out
+
+
 class DeepGemm:
     """Contiguous: rows of each group padded to 128; masked: a buffer of equal height for each group."""
 
@@ -227,10 +245,14 @@ def load_triton(path: str) -> Any:
         triton.Config({"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": 128}, num_warps=warps, num_stages=stages)
         for m, n, warps, stages in TRITON_TILES
     ]
+    bench: Any = triton.testing.do_bench
+    module._f8f8bf16_groupwise_grouped_kernel.do_bench = functools.partial(bench, warmup=2, rep=8)
     return module
 
 
-def measure(sizes: list[int], N: int, K: int, args: Any, peers: dict[str, Any], l2_bytes: int) -> dict[str, Any]:
+def measure(
+    suite: str, sizes: list[int], N: int, K: int, args: Any, peers: dict[str, Any], l2_bytes: int
+) -> dict[str, Any]:
     first = Operands(sizes, N, K)
     sets = [first] + [Operands(sizes, N, K) for _ in range(min(16, 2 * l2_bytes // max(1, first.bytes)))]
     problem = problem_of(first.G, first.M, N, K, args.scales)
@@ -262,15 +284,19 @@ def measure(sizes: list[int], N: int, K: int, args: Any, peers: dict[str, Any], 
     flops = 2 * first.M * N * K
     floor = max(first.bytes / args.rates[0], flops / args.rates[1])
     return {
-        "sizes": sizes, "N": N, "K": K, "config": str(default), "bytes": first.bytes, "flops": flops, "floor": floor, "wrong": wrong,
+        "suite": suite, "sizes": sizes, "N": N, "K": K, "config": str(default), "bytes": first.bytes, "flops": flops, "floor": floor, "wrong": wrong,
         "refused": failed, "seconds": times, "median": {name: statistics.median(t) for name, t in times.items()},
     }  # fmt: skip
 
 
 def shown(row: dict[str, Any], every: bool) -> str:
     median = row["median"]
-    names = ("ours", "triton", "deepgemm", "deepgemm masked")
-    words = [f"G{len(row['sizes'])} M{sum(row['sizes'])} {row['N']}x{row['K']}", f"floor {row['floor'] * 1e6:.1f}"]
+    names = ("ours", "triton", "cutlass", "deepgemm", "deepgemm masked")
+    words = [
+        row["suite"],
+        f"G{len(row['sizes'])} M{sum(row['sizes'])} {row['N']}x{row['K']}",
+        f"floor {row['floor'] * 1e6:.1f}",
+    ]
     words += [f"{name} {median[name] * 1e6:.1f}" for name in names if name in median]
     peers = [median[name] for name in names[1:] if name in median]
     if "ours" in median:
@@ -287,14 +313,54 @@ def shown(row: dict[str, Any], every: bool) -> str:
     return "\n".join(lines)
 
 
-def rows_of(suite: str, sizes: str) -> list[tuple[list[int], int, int]]:
+def rows_of(suite: str, sizes: str = "even") -> list[tuple[list[int], int, int]]:
     if suite == "decode":
         return [(even(g, m), n, k) for g, m, n, k in DECODE]
     if suite == "skew":
         total = sum(SKEW)
         return [(s, n, k) for n, k in ((2048, 7168), (7168, 2304)) for s in (list(SKEW), even(len(SKEW), total))]
     split = skewed if sizes == "skewed" else even
+    if suite == "dgrad":
+        return [(split(GROUPS, m), k, n) for m, n, k in PUBLISHED if m >= 128]
     return [(split(GROUPS, m), n, k) for m, n, k in (PUBLISHED if suite == "published" else SWEEP)]
+
+
+SUITES = ("published", "sweep", "dgrad", "decode", "skew")
+
+
+def suites_of(text: str) -> list[tuple[str, str]]:
+    """(suite, sizes) of --suite."""
+    found = []
+    for word in text.split(","):
+        suite, _, sizes = word.partition(":")
+        if suite not in SUITES or sizes not in ("", "even", "skewed") or (sizes and suite in ("decode", "skew")):
+            raise argparse.ArgumentTypeError(
+                f"{word!r}: the suites are {', '.join(SUITES)}; the first three with :skewed, too"
+            )
+        found.append((suite, sizes or "even"))
+    return found
+
+
+def summary_of(rows: list[dict[str, Any]], peers: Any) -> dict[str, Any]:
+    timed = [row for row in rows if "ours" in row["median"]]
+    against = [
+        min(t for name, t in row["median"].items() if name in peers) / row["median"]["ours"]
+        for row in timed
+        if any(name in peers for name in row["median"])
+    ]
+    triton = [row["median"]["triton"] / row["median"]["ours"] for row in timed if "triton" in row["median"]]
+    return {
+        "rows": len(rows),
+        "wrong": sum(bool(row["wrong"]) for row in rows),
+        "ours wrong": sum("ours" in row["wrong"] for row in rows),
+        "median of time over floor": statistics.median(row["median"]["ours"] / row["floor"] for row in timed)
+        if timed
+        else None,
+        "geomean against the best peer": statistics.geometric_mean(against) if against else None,
+        "lowest": min(against, default=None),
+        "wins": sum(ratio >= 1 for ratio in against),
+        "median against triton": statistics.median(triton) if triton else None,
+    }
 
 
 def compile_all(rows: list[tuple[list[int], int, int]], part: str, every: bool, layout: str) -> None:
@@ -315,14 +381,14 @@ def compile_all(rows: list[tuple[list[int], int, int]], part: str, every: bool, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=["published", "sweep", "decode", "skew"], default="published")
-    parser.add_argument("--sizes", choices=["even", "skewed"], default="even", help="of the suites published and sweep")
+    parser.add_argument("--suite", type=suites_of, default="published", metavar="NAME[:skewed],...")
     parser.add_argument("--configs", choices=["default", "all"], default="default")
     parser.add_argument("--scales", choices=["groups", "rows"], default="groups", help="layout of a's")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--deep-gemm", action="store_true")
     parser.add_argument("--triton", default="")
+    parser.add_argument("--cutlass", default="")
     parser.add_argument(
         "--rates", type=float, nargs=2, default=[4.3e12, 1.5e15], help="copy bytes/s and FP8 operations/s"
     )
@@ -331,13 +397,16 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="commit of the measured tree, for the record")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    shapes = rows_of(args.suite, args.sizes)[:: args.every]
+    shapes = [(f"{suite}:{sizes}", *row) for suite, sizes in args.suite for row in rows_of(suite, sizes)[:: args.every]]
     if args.compile:
-        compile_all(shapes, args.compile, args.configs == "all", args.scales)
+        compile_all([row[1:] for row in shapes], args.compile, args.configs == "all", args.scales)
         return
     peers: dict[str, Callable[[list[Operands]], Any]] = {}
     if args.triton:
         peers["triton"] = functools.partial(Triton, module=load_triton(args.triton))
+    if args.cutlass:
+        torch.ops.load_library(args.cutlass)
+        peers["cutlass"] = functools.partial(Cutlass, operator=torch.ops.mslk.f8f8bf16_groupwise_grouped)
     if args.deep_gemm:
         deep_gemm = importlib.import_module("deep_gemm")
         peers["deepgemm"] = functools.partial(DeepGemm, library=deep_gemm, masked=False)
@@ -347,28 +416,14 @@ def main() -> None:
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     torch.manual_seed(0)
     rows, skipped = [], 0
-    for sizes, n, k in shapes:
+    for suite, sizes, n, k in shapes:
         if time.monotonic() - began > args.seconds:
             skipped += 1
             continue
-        rows.append(measure(sizes, n, k, args, peers, l2_bytes))
+        rows.append(measure(suite, sizes, n, k, args, peers, l2_bytes))
         print(shown(rows[-1], args.configs == "all"), flush=True)
-    timed = [row for row in rows if "ours" in row["median"]]
-    against = [
-        min(t for name, t in row["median"].items() if name in peers) / row["median"]["ours"]
-        for row in timed
-        if any(name in peers for name in row["median"])
-    ]
-    summary = {
-        "rows": len(rows),
-        "wrong": sum(bool(row["wrong"]) for row in rows),
-        "median of time over floor": statistics.median(row["median"]["ours"] / row["floor"] for row in timed)
-        if timed
-        else None,
-        "geomean against the best peer": statistics.geometric_mean(against) if against else None,
-        "lowest": min(against, default=None),
-        "wins": sum(ratio >= 1 for ratio in against),
-    }
+    names = dict.fromkeys(row["suite"] for row in rows)
+    summaries = {name: summary_of([row for row in rows if row["suite"] == name], peers) for name in names}
     record = {
         "what": "FP8 grouped GEMM, 1x128 with 128x128 scales, bf16 out: seconds per call, graph replay, operands not in L2",
         "command": " ".join(["python", "bench/grouped_hopper.py", *sys.argv[1:]]),
@@ -380,14 +435,15 @@ def main() -> None:
             "nvidia-cutlass-dsl": version("nvidia-cutlass-dsl"), "python": sys.version.split()[0],
         },
         "samples": args.samples,
-        "summary": summary,
+        "summary": summaries,
         "rows_not_started": skipped,
         "rows": rows,
     }  # fmt: skip
     if args.out:
         args.out.write_text(json.dumps(record) + "\n")
-    print(json.dumps(summary))
-    if summary["wrong"]:
+    for name, summary in summaries.items():
+        print(name, json.dumps(summary))
+    if any(summary["wrong"] for summary in summaries.values()):
         sys.exit(1)
 
 
