@@ -305,3 +305,73 @@ def test_refusals_say_what_came() -> None:
             module(torch.randn(3, 32), routing=(whole_numbers * number, torch.ones(3, 2)))
     with pytest.raises(ValueError, match=r"weights, floating point"):
         module(torch.randn(3, 32), routing=(whole_numbers, whole_numbers))
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "before"),
+    [
+        (R.Unquantized(), False), (R.CurrentScaling(), False), (R.BlockScaling(), True),
+        (R.MXFP8(), True), (R.MXFP4(), True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_inference_quantizes_tokens_before_they_are_copied(
+    recipe: R.Recipe, before: bool, stored: bool, dropped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of a call that records gradients; which rows are quantized."""
+    from fourwave.quantize import gather
+
+    if stored and isinstance(recipe, R.Unquantized):
+        pytest.skip("weights are not stored quantized under it")
+    module = fnn.MoEMLP(128, 128, 4, 2, params_dtype=BF16)
+    x = torch.randn(10, 128).to(BF16) * 2.0 ** torch.randint(-3, 4, (10, 1))
+    experts, weights, _ = module.route(x)
+    experts, weights = experts.clone(), weights.detach()
+    if dropped:
+        experts[3] = -1
+        experts[7, 1] = -1
+        x[3] = 1e4  # no expert sees it, nor may a scale
+    with fw.autocast(recipe=recipe):
+        right = module(x, routing=(experts, weights)).detach()
+        if stored:
+            for linear in (module.fc1, module.fc2):
+                linear.store_quantized(recipe, dgrad=False)
+        seen: list[int] = []
+        original = gather.quantize
+
+        def counted(t: torch.Tensor, *args: Any, **options: Any) -> Any:
+            seen.append(len(t))
+            return original(t, *args, **options)
+
+        monkeypatch.setattr(gather, "quantize", counted)
+        with torch.no_grad():
+            got = module(x, routing=(experts, weights))
+    assert seen == ([10] if before else [])
+    assert torch.equal(got, right)
+
+
+def test_rows_of_a_grouped_linear() -> None:
+    linear = fnn.GroupedLinear(2, 64, 32)
+    x, sizes = torch.randn(5, 64), torch.tensor([2, 1])
+    rows = torch.tensor([4, 0, 4])
+    with fw.autocast(recipe=R.MXFP8()):
+        right = linear(x[rows], sizes)
+        with torch.no_grad():
+            assert torch.equal(linear(x, sizes, rows=rows), right)
+            assert torch.equal(linear(x, sizes, rows=rows[[0, 1, 2, 0, 1, 2]])[:3], right)  # more than x has
+            for bad in ([4, 0, 4], rows.int(), rows.view(1, 3)):
+                with pytest.raises(ValueError, match=r"must be \[M\] int64"):
+                    linear(x, sizes, rows=bad)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="records no gradient"):
+            linear(x, sizes, rows=rows)
+
+
+def test_inference_compiles_whole() -> None:
+    torch._dynamo.reset()
+    module = fnn.MoEMLP(64, 64, 4, 2)
+    x = torch.randn(12, 64)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with fw.autocast(recipe=R.MXFP8()), torch.no_grad():
+        assert torch.equal(compiled(x), module(x))

@@ -16,6 +16,7 @@ from fourwave.nn.linear import LinearBase, made_parameter, reset_linear
 from fourwave.nn.parts import MainGrads
 from fourwave.nn.products import Operand, Pair, in_dtype, pack, pair, unpack
 from fourwave.ops.grouped_gemm.api import grouped_gemm, grouped_gemm_wgrad
+from fourwave.quantize.gather import ROW_SCALINGS, quantize_gathered
 from fourwave.quantize.tensor import FORMATS
 from fourwave.recipes import Plan, Recipe
 
@@ -60,12 +61,16 @@ class GroupedLinear(LinearBase):
         for g in range(self.num_groups):
             reset_linear(self.weight[g], None if self.bias is None else self.bias[g], self.init_method)
 
-    def forward(self, x: Tensor, m_sizes: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, m_sizes: Tensor, is_first_microbatch: bool | None = None, *, rows: Tensor | None = None
+    ) -> Tensor:
         """x [M, in_features], rows of group 0 first -> [M, out_features]; rows past the last group are zeros, whatever x
         and the gradient hold there.
 
         m_sizes  [num_groups] int32 or int64 on x's device, rows of each group, 0 included; a GPU's are never read on the host
         is_first_microbatch  see Linear.forward
+        rows     [M] int64, without gradients only: the result is that for x[rows], M rows. Where no two rows share a scale, rows of x are
+                 quantized before they are copied, each once
         """
         for name, t in (("x", x), ("m_sizes", m_sizes)):
             if not isinstance(t, Tensor):
@@ -77,8 +82,16 @@ class GroupedLinear(LinearBase):
                 f"m_sizes is {tuple(m_sizes.shape)}; it must be [{self.num_groups}], the rows of each group"
             )
         check_input(x)
-        step = self._begin(x.device)
         grad = torch.is_grad_enabled()
+        if rows is not None:
+            if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype != torch.int64 or rows.device != x.device:
+                told = f"{tuple(rows.shape)} {rows.dtype} on {rows.device}" if isinstance(rows, Tensor) else rows
+                raise ValueError(f"rows is {told}; it must be [M] int64 on {x.device}, the rows of x to multiply")
+            if grad and any(t.requires_grad for t in (x, *self.parameters())):
+                raise ValueError(
+                    "rows= records no gradient, and x or a parameter requires one: index x, or use torch.no_grad()"
+                )
+        step = self._begin(x.device)
         self._check_blocks(step.plan, grad and x.requires_grad)
         bias = self.bias
         weight, cached, main_grad, overwrite = self._weight("weight", x, step, 0, is_first_microbatch)
@@ -88,7 +101,7 @@ class GroupedLinear(LinearBase):
         )  # fmt: skip
         later = self._delayed if self.delay_wgrad_compute else None
         result = _Grouped.apply(
-            x, weight, bias, m_sizes, step.scales, step.history, main_grad, call, cached, later, step.seed
+            x, weight, bias, m_sizes, step.scales, step.history, main_grad, call, cached, later, step.seed, rows
         )
         if not isinstance(result, tuple):
             return result
@@ -134,6 +147,7 @@ class _Grouped(torch.autograd.Function):
         cached: Pair | None,
         later: list[Any] | None,
         seed: Tensor | None,
+        rows: Tensor | None,
     ) -> Any:
         plan = call.plan
         options: dict[str, Any] = {
@@ -143,9 +157,19 @@ class _Grouped(torch.autograd.Function):
         if plan.delayed:
             assert scales is not None
             x_scale, w_scale = scales[INPUT, 0], scales[WEIGHT, 0]
-        if plan.x is not None or plan.x_t is not None or call.observe:
-            x = _without_the_rest(x, m_sizes)
-        xs = pair(x, plan.x, plan.x_t, plan, need_row=True, need_col=call.need_w, scale=x_scale, **options)
+        if rows is not None and plan.x is not None and FORMATS[plan.x].scaling in ROW_SCALINGS and not call.observe:
+            mx = FORMATS[plan.x].is_mx
+            q = quantize_gathered(
+                x, rows, plan.x, scale_rule=plan.mx_rule if mx else plan.block_rule, fnuz=None if mx else call.fnuz,
+                backend=call.backend,
+            )  # fmt: skip
+            xs = Pair(q, None)
+        else:
+            if rows is not None:
+                x = x.index_select(0, rows)
+            if plan.x is not None or plan.x_t is not None or call.observe:
+                x = _without_the_rest(x, m_sizes)
+            xs = pair(x, plan.x, plan.x_t, plan, need_row=True, need_col=call.need_w, scale=x_scale, **options)
         ws = cached
         if ws is None:
             ws = pair(
@@ -210,7 +234,7 @@ class _Grouped(torch.autograd.Function):
                 dw, _none = wgrad.run()
         if ctx.main_grad is not None:
             dw = _told(ctx.weight)
-        return dx, dw, db, None, None, None, None, None, None, None, None
+        return dx, dw, db, None, None, None, None, None, None, None, None, None
 
 
 def _without_the_rest(t: Tensor, m_sizes: Tensor) -> Tensor:

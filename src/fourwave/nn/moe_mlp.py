@@ -42,7 +42,7 @@ class MoEMLP(nn.Module):
     Parameters: router_weight [num_experts, hidden_size]; fc1.* and fc2.* of two `GroupedLinear`.
 
     Every token is computed, whatever the router chooses: there is no capacity, no padding, and the host reads nothing. Tokens are
-    copied to the order of their experts (top_k rows each), and results summed in float32 in the order of a token's choices, so
+    copied to the order of their experts (top_k rows each; without gradients as codes, where no two rows share a scale), and results summed in float32 in the order of a token's choices, so
     that repeats give equal bits if the backend's products do.
     """
 
@@ -133,8 +133,10 @@ class MoEMLP(nn.Module):
                 )
             weights = torch.where(experts < 0, 0, weights)
         order, places, m_sizes = self._order(experts)
-        rows = _ToExperts.apply(tokens, order, places)
-        z = self.fc1(rows, m_sizes, is_first_microbatch)
+        if torch.is_grad_enabled():
+            z = self.fc1(_ToExperts.apply(tokens, order, places), m_sizes, is_first_microbatch)
+        else:
+            z = self.fc1(tokens, m_sizes, is_first_microbatch, rows=order // self.top_k)
         separate = _SEPARATE.get(self.activation)
         h = _Activation.apply(z, self.activation) if separate is None else separate(z)
         h = self.fc2(h, m_sizes, is_first_microbatch)
