@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -153,6 +154,15 @@ def test_explain_a_simulated_backend_names_kernel_and_config():
 
 
 @needs_sim
+@pytest.mark.parametrize("arch", ARCHS)
+def test_explain_says_that_batch_invariant_keeps_k_whole(arch):
+    call = ("explain", "gemm", "1", "1280", "8192", "--backend", f"sim:{arch}")
+    split, whole = words(invoke(*call)), words(invoke(*call, "--batch-invariant"))
+    assert re.search(r"config .*, K split in \d+", split) and "batch_invariant would keep K whole" in split
+    assert "K split in" not in whole and "batch_invariant: K is not split" in whole
+
+
+@needs_sim
 @pytest.mark.parametrize("layout", ["TN", "NT"])
 def test_explain_grouped_counts_the_steps_of_uneven_groups(layout, tmp_path):
     sizes = ["16384", "4096", "4096"] if layout == "TN" else ["4096", "4096", "16384"]
@@ -208,6 +218,12 @@ def test_explain_grouped_shows_what_the_compiler_made(tmp_path):
         (["gemm", "--dtype", "mxfp4", "--schedule"], "goes with --arch gfx1250"),
         (["gemm", "--schedule", "--arch", "gfx1250"], "takes MXFP4"),
         (["gemm", "1", "2", "3", "--svg", "x.svg"], "--svg goes with --schedule"),
+        (["gemm", "--isa", "--backend", "sim:gfx942"], "--isa compiles for what --arch names"),
+        (["grouped", "--isa", "--backend", "native"], "--isa compiles for what --arch names"),
+        (["gemm", "--schedule", "--arch", "gfx1250", "--backend", "sim"], "--schedule simulates for what --arch names"),
+        (["gemm", "--schedule", "--arch", "gfx1250", "--json", "x.json"], "--json goes with"),
+        (["grouped", "1", "2", "3", "--schedule"], "--schedule goes with gemm"),
+        (["grouped", "1", "2", "3", "--batch-invariant"], "--batch-invariant goes with gemm"),
     ],
 )
 def test_explain_refuses_what_it_cannot_answer(arguments, said):
@@ -479,6 +495,8 @@ def test_check_passes_when_every_row_does(monkeypatch):
         (["--dtype", "int8"], "choose from bf16, fp16, fp32, fp8, mxfp8, all"),
         (["nothing"], "choose from gemm, mxfp4, quantize, grouped"),
         (["quantize", "--layout", "TN"], "has a list of its own"),
+        (["grouped", "--full"], "--full goes with gemm and mxfp4"),
+        (["quantize", "--full"], "--full goes with gemm and mxfp4"),
         (["mxfp4", "--dtype", "bf16"], "has a list of its own"),
         (["mxfp4", "--arch", "gfx942"], "choose from gfx1250, gfx950"),
         (["--backend", "native"], "choose from sim, flydsl"),

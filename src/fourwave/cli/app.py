@@ -72,10 +72,13 @@ def demo(
             "--backend",
             "-b",
             metavar="BACKEND",
-            help="auto: an AMD GPU if there is one, else sim:gfx950. Or sim:gfx950, sim:gfx942, flydsl, hopper, native.",
+            help="auto: what FOURWAVE_BACKEND names, else an AMD GPU if there is one, else sim:gfx950. Or sim:gfx950, sim:gfx942, flydsl, hopper, native.",
         ),
     ] = "auto",
-    threads: Annotated[int | None, typer.Option(min=1, metavar="N", help="CPU threads for PyTorch.")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="CPU threads for PyTorch. Default: PyTorch's.", show_default=False),
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """Embed sentences with a real model whose every Linear runs through fourwave.gemm.
@@ -91,7 +94,13 @@ def demo(
 
 @app.command()
 def check(
-    subject: Annotated[str, typer.Argument(metavar="[SUBJECT]", help="gemm, mxfp4, quantize or grouped.")] = "gemm",
+    subject: Annotated[
+        str,
+        typer.Argument(
+            metavar="[SUBJECT]",
+            help="gemm; mxfp4 (gemm of MXFP4 operands); quantize; or grouped (forward, dgrad and wgrad).",
+        ),
+    ] = "gemm",
     arch: Annotated[
         list[str] | None,
         typer.Option(
@@ -99,17 +108,32 @@ def check(
         ),
     ] = None,
     layout: Annotated[
-        list[str] | None, typer.Option(metavar="LAYOUT", help="TN, NN or NT; repeatable. Default: all.")
+        list[str] | None,
+        typer.Option(
+            metavar="LAYOUT",
+            help="Of gemm and mxfp4: TN, NN or NT; repeatable. Default: all. quantize and grouped refuse it.",
+        ),
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(metavar="DTYPE", help="bf16, fp16, fp32, fp8, mxfp8, or all; repeatable. Default: bf16, fp16."),
+        typer.Option(
+            metavar="DTYPE",
+            help="Of gemm: bf16, fp16, fp32, fp8, mxfp8, or all; repeatable. Default: bf16, fp16. The others have a list of their own "
+            "and refuse it.",
+        ),
     ] = None,
     backend: Annotated[
-        str, typer.Option(metavar="BACKEND", help="sim: the simulator; flydsl: the AMD GPU of this machine.")
+        str,
+        typer.Option(
+            metavar="BACKEND",
+            help="sim: the simulator; flydsl: the AMD GPU of this machine, whose architecture --arch may only repeat.",
+        ),
     ] = "sim",
     full: Annotated[
-        bool, typer.Option("--full", help="Every combination, not a covering choice. Much longer.")
+        bool,
+        typer.Option(
+            "--full", help="Of gemm and mxfp4: every combination, not a covering choice. An hour and more."
+        ),
     ] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the inputs.")] = 0,
     json: JsonFile = None,
@@ -147,7 +171,9 @@ def explain(
     M: Annotated[int | None, typer.Argument(help="Output rows.", show_default=False)] = None,
     N: Annotated[int | None, typer.Argument(help="Output columns.", show_default=False)] = None,
     K: Annotated[int | None, typer.Argument(help="Reduction length.", show_default=False)] = None,
-    layout: Annotated[str | None, typer.Option(metavar="LAYOUT", help="TN (default), NN or NT.")] = None,
+    layout: Annotated[
+        str | None, typer.Option(metavar="LAYOUT", help="TN, NN or NT. Default: TN; with --isa all three.")
+    ] = None,
     dtype: Annotated[
         str,
         typer.Option(
@@ -158,12 +184,23 @@ def explain(
         ),
     ] = "bf16",
     out_dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="bf16, fp16 or fp32. Default: the operands'.")
+        str | None,
+        typer.Option(metavar="DTYPE", help="bf16, fp16 or fp32. Default: the operands', of 8 bits or fewer: bf16."),
     ] = None,
     groups: Annotated[
         int | None, typer.Option(min=1, metavar="G", help="grouped: how many groups. Default: 32.", show_default=False)
     ] = None,
-    backend: Annotated[str | None, typer.Option(metavar="BACKEND", help="As if the call had named this one.")] = None,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="gemm: as if the call had asked for it, which keeps K whole.")
+    ] = False,
+    backend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BACKEND",
+            help="As if the call had named this one: native, flydsl, hopper, sim:gfx950, sim:gfx942, sim:gfx1250 or auto. Default: "
+            "FOURWAVE_BACKEND, else auto. Not with --isa or --schedule.",
+        ),
+    ] = None,
     isa: Annotated[
         bool, typer.Option("--isa", help="Compile and print registers, LDS, spills and main-loop instructions.")
     ] = False,
@@ -180,7 +217,8 @@ def explain(
     schedule: Annotated[
         bool,
         typer.Option(
-            "--schedule", help="With --arch gfx1250: simulate a workgroup, print what its waves do in each step."
+            "--schedule",
+            help="gemm, with --arch gfx1250 and a dtype of MX: simulate a workgroup, print what its waves do in each step.",
         ),
     ] = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="With --schedule: draw it.")] = None,
@@ -196,18 +234,37 @@ def explain(
     """
     from fourwave.cli.explain import run_explain
 
-    run_explain(op, M, N, K, layout, dtype, out_dtype, backend, isa, arch or [], json, waits, groups, schedule, svg)
+    run_explain(
+        op,
+        M,
+        N,
+        K,
+        layout,
+        dtype,
+        out_dtype,
+        backend,
+        isa,
+        arch or [],
+        json,
+        waits,
+        groups,
+        schedule,
+        svg,
+        batch_invariant,
+    )
 
 
 @bench_app.command("sim")
 def bench_sim(
-    arch: Annotated[str, typer.Option(metavar="ARCH", help="gfx950 or gfx942.")] = "gfx950",
+    arch: Annotated[
+        str, typer.Option(metavar="ARCH", help="Whose kernels are simulated: gfx950 or gfx942.")
+    ] = "gfx950",
     repeats: Annotated[
         int, typer.Option(min=1, metavar="N", help="Launches to time, after one that is not timed.")
     ] = 7,
     json: JsonFile = None,
 ) -> None:
-    """Time the simulator: seconds per 256x256x1024 BF16 workgroup over a 4-workgroup launch.
+    """Time the simulator: milliseconds per 256x256x1024 workgroup of bf16 and of FP8, over launches of four.
 
     This is the speed of the simulator on this CPU. It says nothing about the speed of any GPU.
     """

@@ -87,6 +87,10 @@ def run_check(
         out.fail(
             f"--dtype chooses among the rows of gemm, --layout of {' and '.join(WITH_LAYOUTS)}: {subject} has a list of its own"
         )
+    if full and subject not in WITH_LAYOUTS:
+        out.fail(
+            f"--full goes with {' and '.join(WITH_LAYOUTS)}: the rows of {subject} are the same with and without it"
+        )
     known = names.MXFP4_ARCHS if subject == "mxfp4" else names.ARCHS
     if "gfx1250" in (each.lower() for each in names.split(arch)) and "gfx1250" not in known:
         out.fail("--arch gfx1250: of the kernels that check runs it has those of `fourwave check mxfp4`")

@@ -34,6 +34,7 @@ def run_explain(
     groups: int | None = None,
     schedule: bool = False,
     svg: Path | None = None,
+    batch_invariant: bool = False,
 ) -> None:
     (op,) = names.choose("operation", [op], ("gemm", "grouped"))
     sizes = None if M is None or N is None or K is None else (M, N, K)
@@ -45,6 +46,15 @@ def run_explain(
         out.fail("--svg goes with --schedule")
     if archs and not isa and not schedule:
         out.fail(f"--arch {archs[0]} goes with --isa; for a simulated architecture say --backend sim:{archs[0]}")
+    if backend is not None and (isa or schedule):
+        compiled = "--isa compiles" if isa else "--schedule simulates"
+        out.fail(f"--backend {backend}: {compiled} for what --arch names and asks no backend; leave one away")
+    if json and schedule:
+        out.fail("--json goes with the selection and with --isa: --schedule prints its table, and draws it with --svg")
+    if op == "grouped" and schedule:
+        out.fail("--schedule goes with gemm: gfx1250 has no grouped kernel")
+    if op == "grouped" and batch_invariant:
+        out.fail("--batch-invariant goes with gemm: fw.grouped_gemm has no such mode")
     if op == "grouped":
         run_explain_grouped(sizes, groups or 32, layout, dtype, out_dtype, backend, isa, archs, json, waits)
         return
@@ -57,7 +67,8 @@ def run_explain(
         given = next((each for each in (a, b) if each in PRECISIONS), torch.bfloat16)
         result = given if out_dtype is None else names.dtype("--out-dtype", out_dtype)
         return GemmProblem(
-            m, n, k, layout, a, b, result, device_type=device, a_scaling=a_scaling, b_scaling=b_scaling
+            m, n, k, layout, a, b, result, device_type=device, a_scaling=a_scaling, b_scaling=b_scaling,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
 
     if schedule:

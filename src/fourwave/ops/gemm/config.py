@@ -320,7 +320,7 @@ def _default_config(problem, arch):
     if config.split_k > 1:
         reasons.append(
             f"K split in {config.split_k}: {tiles} tile(s) would leave {cus - tiles} compute units idle; modelled "
-            f"{times[config]:.0f} clocks, {times[whole]:.0f} without"
+            f"{times[config]:.0f} clocks, {times[whole]:.0f} without; batch_invariant would keep K whole"
         )
     elif problem.batch_invariant:
         reasons.append("batch_invariant: K is not split, and every tile adds along K in the same order")
