@@ -66,7 +66,14 @@ def test_another_version_is_named(monkeypatch: pytest.MonkeyPatch, version: str)
 
 
 @pytest.mark.parametrize(
-    "name", ["_call_state_from_spec", "_is_compile_placeholder", "_has_live_device_argument", "CompiledArtifact"]
+    "name",
+    [
+        "_build_call_spec",
+        "_call_state_from_spec",
+        "_is_compile_placeholder",
+        "_has_live_device_argument",
+        "CompiledArtifact",
+    ],
 )
 def test_a_missing_name_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.delattr(jit_function, name)
@@ -83,7 +90,9 @@ def test_a_missing_class_is_named(monkeypatch: pytest.MonkeyPatch, module: str, 
     assert reason is not None and name in reason
 
 
-@pytest.mark.parametrize("name", ["_call_state_from_spec", "_is_compile_placeholder", "_has_live_device_argument"])
+@pytest.mark.parametrize(
+    "name", ["_build_call_spec", "_call_state_from_spec", "_is_compile_placeholder", "_has_live_device_argument"]
+)
 def test_other_parameters_are_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     def moved(spec: Any, artifact: Any, one_more: Any) -> None: ...
 

@@ -189,14 +189,15 @@ def test_the_scripts_own_errors_are_its_own(tmp_path):
     script = tmp_path / "s.py"
     script.write_text("import helper\nassert __name__ == '__main__'\nraise ValueError(helper.TEXT)")
     (tmp_path / "helper.py").write_text("TEXT = 'from the script'")
-    result = invoke(str(script))
-    assert isinstance(result.exception, ValueError) and str(result.exception) == "from the script"
+    with pytest.raises(ValueError, match="from the script"):
+        run_script(script, [])
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["no_such.py"], "no such script"),
+        ([str(EXAMPLES)], "is a directory; name the script in it"),
         (["--arch", "gfx90a", str(SCRIPT)], "gfx90a is not among them"),
         (["--checks", "memory,luck", str(SCRIPT)], "luck"),
         (["--completion", "never", str(SCRIPT)], "completion='never'"),

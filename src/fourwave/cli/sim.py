@@ -15,7 +15,7 @@ from fourwave import sim
 from fourwave.cli import console as con
 from fourwave.sim.harness import STEP_LIMIT, Harness, Outcome, read_expectations
 from fourwave.sim.report import describe
-from fourwave.sim.script import run_script
+from fourwave.sim.script import Run, execute
 
 
 def run(
@@ -33,6 +33,8 @@ def run(
     json_file: Path | None,
 ) -> None:
     """Exit status: the script's own if not 0; else 1 with findings, with no launch at all, or with survivors that `expect` does not accept; else 0."""
+    if script.is_dir():
+        con.fail(f"{script} is a directory; name the script in it")
     if not script.is_file():
         con.fail(f"no such script: {script}")
     if expect is not None and not mutate:
@@ -51,42 +53,50 @@ def run(
 
     harness = Harness(progress=progress) if mutate else None
     try:
-        status, report = run_script(
+        ran = execute(
             script, arguments, arch, checks=checks, completion=completion, schedule=schedule, threads=threads,
             step_limit=step_limit or (STEP_LIMIT if mutate else 0), harness=harness,
         )  # fmt: skip
-    except ValueError as error:
-        if _from_script(error, script):
-            raise
+    except (ValueError, RuntimeError) as error:  # the script's own are in ran.error
         con.fail(str(error))
-    except RuntimeError as error:
-        if _from_script(error, script) or sim.unavailable(arch) is None:
-            raise
-        con.fail(str(error))
+    report, status = ran.report, ran.status
+    if ran.error is not None:
+        print_exception(ran.error, script)
     out = con.stdout()
     out.print(f"\n[bold]{script}[/] on the simulated {arch}: {_summary(report)}", soft_wrap=True)
+    if ran.own_launches:
+        out.print(
+            f"{ran.own_launches} of the launches in sessions that the script opened itself: with their own arch and options, "
+            f"{'no faults planted, ' * mutate}CPU tensors allowed",
+            soft_wrap=True,
+        )
     if report.findings:
         out.print(escape(describe(report.findings)), soft_wrap=True)
     unexpected: list[Outcome] = []
     if harness is not None:
         unexpected = _show_faults(out, harness, accepted)
-    if not report.launches:
+    if ran.processes:
+        err.print(
+            f"[bold]not checked:[/] what {len(ran.processes)} processes that the script started did ({escape(', '.join(ran.processes[:4]))}"
+            f"{', ...' * (len(ran.processes) > 4)}); the simulated GPU is the script's own process's",
+            soft_wrap=True,
+        )
+    if not report.launches and ran.error is None:
         err.print(
             "[bold red]nothing was launched:[/] no kernel of the script reached the simulator, so nothing was checked",
             soft_wrap=True,
         )
     if json_file is not None:
-        con.write_json(json_file, _record(script, arch, status, report, harness))
+        con.write_json(json_file, _record(script, arch, ran, harness))
     raise typer.Exit(status or int(bool(report.findings or unexpected or not report.launches)))
 
 
-def _from_script(error: BaseException, script: Path) -> bool:
-    """Whether the error was raised by the script or what it called, and not by the simulator's own options."""
-    name = str(script)
-    return any(
-        frame.filename == name or Path(frame.filename) == script.resolve()
-        for frame in traceback.extract_tb(error.__traceback__)
-    )
+def print_exception(error: Exception, script: Path) -> None:
+    """As `python script` prints it: the frames from the script on."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+        frames = frames.tb_next
+    traceback.print_exception(type(error), error, frames, file=sys.stderr)
 
 
 def _summary(report: sim.Report) -> str:
@@ -126,9 +136,11 @@ def _show_faults(out: Any, harness: Harness, accepted: dict[str, str]) -> list[O
     return unexpected
 
 
-def _record(script: Path, arch: str, status: int, report: sim.Report, harness: Harness | None) -> dict[str, Any]:
+def _record(script: Path, arch: str, ran: Run, harness: Harness | None) -> dict[str, Any]:
+    report = ran.report
     record: dict[str, Any] = {
-        "script": str(script), "arch": arch, "status": status, "python": sys.version.split()[0],
+        "script": str(script), "arch": arch, "status": ran.status, "python": sys.version.split()[0],
+        "launches_in_own_sessions": ran.own_launches, "error": None if ran.error is None else repr(ran.error),
         "launches": [dataclasses.asdict(x) for x in report.launches],
         "findings": [dataclasses.asdict(x) for x in report.findings],
     }  # fmt: skip

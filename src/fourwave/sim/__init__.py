@@ -40,6 +40,12 @@ class Session:
     tracked: list[tuple[int, int]] = field(default_factory=list)
     outputs: list[Written] = field(default_factory=list)
     harness: Any = None  # harness.Harness, harness.Orders, or None
+    devices: Any = (
+        None  # script.Allocations where GPU memory and the host's are told apart; None: kernels may touch every tensor
+    )
+    collected: list[Launch] = field(
+        default_factory=list
+    )  # of `fourwave sim`: launches of sessions that the script opened
 
     @property
     def key(self) -> tuple[str, str]:
@@ -111,14 +117,14 @@ def session(
     )
     if reason := unavailable(arch):
         raise ValueError(reason) if arch not in ARCHS else RuntimeError(reason)
-    from .flydsl_hook import enter
+    from .flydsl_hook import add, enter
 
     opened = Session(arch, options, on_finding, Report(), harness=harness)
     opened.expect_written(*outputs)
     with enter(opened):
         yield opened.report
         missing = [finding for output in opened.outputs if (finding := output.finding(opened.report)) is not None]
-    opened.report.findings += missing
+    add(opened, Report([], missing))
     if missing and on_finding == "raise":
         raise SimulationError(Report(opened.report.launches, missing))
 

@@ -6,6 +6,7 @@ Inside a session FlyDSL traces and lowers a kernel as always, but stops before c
 What is replaced, in FlyDSL 0.5 (`check_flydsl` says so when another version has moved it):
   compile backend `rocm`                       pipeline without the binary step (public: register_backend, force=True)
   jit_function.CompiledArtifact                keeps the lowered module's text with its source locations
+  jit_function._build_call_spec                keeps the launcher's parameter names
   jit_function._call_state_from_spec           the launch goes to the simulator instead of an ExecutionEngine
   expr.meta._tls.active_loc                    set while the lowered module is read
   jit_function._is_compile_placeholder,
@@ -21,14 +22,15 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace as changed
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fourwave.backends import guard
 
 from .host import HostInterpreter
 from .launch import Memory, Simulation
 from .lowering import lower_kernel, prepare_kernel
-from .report import Report, SimulationError
+from .report import _TEXT, HOST_TENSOR, Finding, Report, SimulationError
 
 if TYPE_CHECKING:
     from . import Session
@@ -56,6 +58,7 @@ def check_flydsl() -> str | None:
     if version != TESTED:
         return f"FlyDSL {flydsl.__version__} is not the tested {TESTED[0]}.{TESTED[1]}"
     wanted = {
+        "_build_call_spec": ["sig", "args_tuple"],
         "_call_state_from_spec": ["call_spec", "artifact"],
         "_is_compile_placeholder": ["value", "allow_null_pointers"],
         "_has_live_device_argument": ["value"],
@@ -133,9 +136,10 @@ class Kernels:
                 self.prepared[name] = prepare_kernel(self.ir, *self.kernels[name], self.arch)
         return self.prepared[name]
 
-    def call(self, packed: int, memory: Memory) -> None:
+    def call(self, packed: int, memory: Memory, hosts: list[tuple[int, int, str]]) -> None:
+        """Run the host function. hosts: memory of the launcher's arguments that a kernel must not touch: from, to, which argument."""
         with self.lock:
-            self.memory = memory
+            self.memory, self.hosts = memory, hosts
             with self.context, _without_source_capture():
                 self.host(packed)
 
@@ -151,7 +155,8 @@ class Kernels:
             report = simulate(self.program(kernel, session.options.mutate))
         else:
             report = session.harness(kernel, (id(self), kernel), lambda: self.prepare(kernel), simulate, self.memory)
-        session.report.add(report)
+        report.findings = [_of_host(finding, self.hosts) for finding in report.findings]
+        add(session, report)
         if report.findings and session.on_finding == "raise":
             raise SimulationError(report)
 
@@ -169,18 +174,107 @@ def tensor_range(tensor: Any) -> tuple[int, int]:
     return strided_range(tensor.data_ptr(), tensor.shape, tensor.stride(), 8 * tensor.element_size())
 
 
-def _ranges(value: Any) -> list[tuple[int, int]]:
-    """Address ranges of a launcher argument that is a tensor, in any of FlyDSL's wrappings."""
+def _leaves(value: Any) -> Iterator[Any]:
+    """The tensors (torch.Tensor, DLTensorJitArg) and addresses (int) in a launcher argument, in any of FlyDSL's wrappings."""
     import torch
-    from flydsl.compiler.jit_argument import DLTensorJitArg
+    from flydsl.compiler.jit_argument import DLTensorJitArg, PointerJitArg
 
-    if isinstance(value, torch.Tensor):
-        return [tensor_range(value)]
-    if (tensor := getattr(value, "torch_tensor", None)) is not None:
-        return [tensor_range(tensor)]
-    if isinstance(value, DLTensorJitArg):
-        return [strided_range(value.dladaptor.data_ptr, value.shape, value.strides, value.element_bits)]
-    return []
+    if isinstance(value, (torch.Tensor, DLTensorJitArg)):
+        yield value
+    elif (tensor := getattr(value, "torch_tensor", None)) is not None:
+        yield tensor
+    elif isinstance(value, PointerJitArg):
+        yield value.pointer.value or 0
+    elif isinstance(value, ctypes.c_void_p):
+        yield value.value or 0
+    elif isinstance(value, int) and not isinstance(value, bool):
+        yield value
+
+
+def _range(leaf: Any) -> tuple[int, int]:
+    """strided_range of a tensor among _leaves."""
+    if hasattr(leaf, "dladaptor"):
+        return strided_range(leaf.dladaptor.data_ptr, leaf.shape, leaf.strides, leaf.element_bits)
+    return tensor_range(leaf)
+
+
+def _ranges(value: Any) -> list[tuple[int, int]]:
+    """Address ranges of the tensors in a launcher argument."""
+    return [_range(leaf) for leaf in _leaves(value) if not isinstance(leaf, int)]
+
+
+def _launch_memory(
+    session: Session, arguments: Any, names: tuple[str, ...]
+) -> tuple[list[tuple[int, int]], list[tuple[int, int, str]]]:
+    """What the launch's kernels may touch, and what of its arguments they must not: from, to, which argument.
+
+    Where the session tells GPU memory from the host's (Session.devices), an address counts with the allocation it lies in.
+    """
+    ranges, hosts = [*session.tracked], []
+    for name, argument in zip(names or map(str, range(len(arguments))), arguments):
+        for leaf in _leaves(argument):
+            if isinstance(leaf, int):
+                if session.devices is not None and (allocation := session.devices.allocation(leaf)) is not None:
+                    ranges.append(allocation)
+            elif session.devices is None or session.devices.holds(getattr(leaf, "dltensor", leaf)):
+                ranges.append(_range(leaf))
+            else:
+                shape = ", ".join(map(str, leaf.shape))
+                hosts.append((*_range(leaf), f"argument {name}{HOST_TENSOR}{leaf.dtype} [{shape}])"))
+    return ranges, hosts
+
+
+def _of_host(finding: Finding, hosts: list[tuple[int, int, str]]) -> Finding:
+    """The finding; one outside every allocation that lies in a host tensor names the argument."""
+    for which, verb in enumerate(("reads", "writes")):
+        if finding.message == _TEXT["memory", which]:
+            for lo, hi, argument in hosts:
+                if lo <= finding.address < hi:
+                    return changed(finding, message=f"{verb} {argument}, which a GPU cannot reach")
+    return finding
+
+
+def add(session: Session, report: Report) -> None:
+    """Add what ran in a session to its report, and to that of `fourwave sim` around it."""
+    session.report.add(report)
+    if _tool is not None and session is not _tool.session and active() is not None:
+        _tool.session.report.add(report)
+        _tool.session.collected += report.launches
+
+
+class _Tool(NamedTuple):
+    """The session of `fourwave sim`, which lasts as long as its script, and its process."""
+
+    session: Session
+    process: int
+
+
+_tool: _Tool | None = None
+
+
+@contextlib.contextmanager
+def tool(session: Session) -> Iterator[None]:
+    """Count what the block's own sessions launch with `session`, and refuse launches whose report would be lost."""
+    global _tool
+    before, _tool = _tool, _Tool(session, os.getpid())
+    try:
+        yield
+    finally:
+        _tool = before
+
+
+def _refuse_elsewhere() -> None:
+    """Refuse what `fourwave sim` would not see: launches of the script's other threads and of processes that it forked."""
+    if _tool is None:
+        return
+    if active() is None:
+        raise RuntimeError(
+            "a kernel launch in another thread than the script's first; fourwave sim serves that one alone, as PyTorch's modes are a thread's own"
+        )
+    if os.getpid() != _tool.process:
+        raise RuntimeError(
+            f"a kernel launch in process {os.getpid()}, a child of the script's; fourwave sim would lose its report: launch in the script's own process"
+        )
 
 
 def _install() -> None:
@@ -198,6 +292,7 @@ def _install() -> None:
         """FlyDSL's ROCm backend; inside a session its pipeline ends before code generation."""
 
         def pipeline_fragments(self, *, compile_hints: dict) -> list[str]:
+            _refuse_elsewhere()
             if active() is None:
                 return super().pipeline_fragments(compile_hints=compile_hints)
             before_binary, _ = self._pipeline_parts(compile_hints=compile_hints)
@@ -232,21 +327,23 @@ def _install() -> None:
         def __init__(self, spec: Any, artifact: SimulatedArtifact) -> None:
             super().__init__(spec, self._run)
             self._artifact = artifact
+            self._names = getattr(spec, "names", ())
 
         def __call__(self, args_tuple: Any) -> Any:
+            _refuse_elsewhere()
             session = active()
             if session is None:
                 raise RuntimeError(
                     "this kernel was compiled for the simulator; call it inside `with fourwave.sim.session(...)`"
                 )
-            ranges = [*session.tracked, *(r for a in args_tuple for r in _ranges(a))]
+            ranges, self._hosts = _launch_memory(session, args_tuple, self._names)
             self._memory = Memory(ranges, [output.range for output in session.outputs])
             return super().__call__(args_tuple)
 
         def _run(self, packed: Any) -> None:
             session = active()
             assert session is not None
-            self._artifact.kernels(session.arch).call(ctypes.addressof(packed), self._memory)
+            self._artifact.kernels(session.arch).call(ctypes.addressof(packed), self._memory, self._hosts)
 
     def restore(state: dict) -> Any:
         artifact = SimulatedArtifact.__new__(SimulatedArtifact)
@@ -263,9 +360,20 @@ def _install() -> None:
         new._fourwave_original = getattr(jit_function, name)
         setattr(jit_function, name, new)
 
+    class NamedSpec(tuple):
+        """A call's slots, and the names of the launcher's parameters."""
+
+        names: tuple[str, ...]
+
+    original_call_spec = jit_function._build_call_spec
     original_call_state = jit_function._call_state_from_spec
     original_placeholder = jit_function._is_compile_placeholder
     original_live = jit_function._has_live_device_argument
+
+    def build_call_spec(sig: Any, args_tuple: Any) -> Any:
+        spec = NamedSpec(original_call_spec(sig, args_tuple))
+        spec.names = tuple(sig.parameters)
+        return spec
 
     def call_state_from_spec(call_spec: Any, artifact: Any) -> Any:
         if isinstance(artifact, SimulatedArtifact):
@@ -283,6 +391,7 @@ def _install() -> None:
     backends.register_backend("rocm", SimulatedRocmBackend, force=True)
     backends._make_backend.cache_clear()
     replace("CompiledArtifact", make_artifact)
+    replace("_build_call_spec", build_call_spec)
     replace("_call_state_from_spec", call_state_from_spec)
     replace("_is_compile_placeholder", is_compile_placeholder)
     replace("_has_live_device_argument", has_live_device_argument)
@@ -307,6 +416,10 @@ def enter(session: Session) -> Iterator[None]:
     """
     with _install_lock:
         _install()
+    if _tool is not None and active() is None:
+        raise RuntimeError(
+            "fourwave sim holds a session for the script's first thread; another thread cannot open one beside it"
+        )
     with _environment_lock:
         wanted = {
             "FLYDSL_GPU_ARCH": session.arch,

@@ -59,6 +59,7 @@ _TEXT: dict[tuple[str, int], str] = {
     ("global", 6): "lanes of one store write one element with different values; which of them stays is not defined",
     ("limit", 2): "internal: an opcode the core does not know",
 }  # fmt: skip
+HOST_TENSOR = ", a host tensor ("  # in the message of a finding that names the launcher's argument
 _ADVICE = {
     "memory": "check the tail handling: the tile's last rows, columns or k, and the buffer resource's num_records",
     "init": "make sure the copy or store that fills this LDS ran, for these lanes too",
@@ -100,6 +101,8 @@ class Finding:
 
     @property
     def _advice(self) -> str:
+        if self.kind == "memory" and HOST_TENSOR in self.message:
+            return "put it on the GPU: .cuda(), or device='cuda' where it is made (.pin_memory() makes host memory that kernels may touch)"
         if self.kind == "memory" and " LDS" in self.message and "copy" not in self.message:
             return "check the address arithmetic: stage, row and swizzle, and the size of the LDS array"
         if self.kind == "init" and "output" in self.message:
@@ -115,9 +118,20 @@ class Finding:
 
     @property
     def _occurrence(self) -> str:
-        """Where it was seen first, and the other party."""
+        return self._occurrences(self.count, 1)
+
+    def _occurrences(self, count: int, launches: int) -> str:
+        """Where it was seen first, how often in how many launches, and the other party."""
         lane = f"workgroup {self.workgroup}, wave {self.wave}, lane {self.lane}, " if self.workgroup >= 0 else ""
-        text = f"\n    kernel {self.kernel}, {lane}address {self.address:#x}; {self.count} occurrences"
+        text = f"\n    kernel {self.kernel}, {lane}address {self.address:#x}; "
+        if not lane:
+            text += f"{count} occurrences"
+        elif count == 1:
+            text += "the only occurrence"
+        else:
+            text += (
+                f"the first of {count} occurrences in {f'{launches} launches, ' * (launches > 1)}all waves and lanes"
+            )
         if self.other_file:
             text += f"\n    other party: wave {self.other_wave} at {self.other_file}:{self.other_line}"
             text += _helpers((self.other_file, self.other_line), self.other_stack)
@@ -138,13 +152,22 @@ def _helpers(last: tuple[str, int | None], stack: tuple[tuple[str, int], ...]) -
 
 
 def describe(findings: Sequence[Finding]) -> str:
-    """Text of findings; those of one line and kind, which differ in the place or the other party, share their first and last lines."""
-    groups: dict[tuple[str, str], list[Finding]] = {}
+    """Text of findings. Those of one line and kind share their first and last lines; those that also have one other party, of several
+    launches, are told once, with their number."""
+    groups: dict[tuple[str, str], dict[Any, list[Finding]]] = {}
     for finding in findings:
-        groups.setdefault((finding._header, finding._advice), []).append(finding)
-    return "\n".join(
-        f"{header}{''.join(f._occurrence for f in group)}\n    {advice}" for (header, advice), group in groups.items()
-    )
+        parties = groups.setdefault((finding._header, finding._advice), {})
+        other = (finding.kernel, finding.other_file, finding.other_line, finding.other_stack, finding.workgroup >= 0)
+        parties.setdefault(other if finding.line else id(finding), []).append(finding)
+    texts = []
+    for (header, advice), parties in groups.items():
+        first, *rest = header.split("\n", 1)
+        number = sum(map(len, parties.values()))
+        if number > 1:
+            first += f" ({number} findings of this line)"
+        occurrences = [same[0]._occurrences(sum(f.count for f in same), len(same)) for same in parties.values()]
+        texts.append("\n".join([first, *rest]) + "".join(occurrences) + f"\n    {advice}")
+    return "\n".join(texts)
 
 
 class Event(NamedTuple):

@@ -3,7 +3,7 @@
 Tensors that the script puts on the "GPU" are CPU tensors of a subclass that says it is on cuda:0. A TorchFunctionMode takes the device out of
 every call before PyTorch sees it. PyTorch keeps the subclass from tensor to tensor, but not in gradients and saved tensors, so the storages are
 marked: a TorchDispatchMode sees what autograd's C++ does, and marks what is computed from marked storage. torch.cuda's functions for devices,
-streams and events are replaced for the time the script runs; what is not replaced is PyTorch's own and says that there is no CUDA.
+streams and events are replaced for the time the script runs (torch_cuda.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import copy
 import runpy
 import sys
 import sysconfig
-import time
-import types
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,8 +28,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-DEVICE = "cuda:0"
-_COMPUTE_UNITS = {"gfx942": 304, "gfx950": 256, "gfx1250": 256}
+from .torch_cuda import DEVICE, is_gpu, replacements
 
 
 class DeviceTensor(torch.Tensor):
@@ -65,6 +64,9 @@ class DeviceTensor(torch.Tensor):
     def pin_memory(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("only host tensors can be pinned")
 
+    def is_pinned(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
     def record_stream(self, stream: Any) -> None: ...
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -76,6 +78,11 @@ class DeviceTensor(torch.Tensor):
             if self.grad is not None:
                 result.grad = copy.deepcopy(self.grad, memo)
             return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as PyTorch's own class; torch.save asks _Checkpoints where the storage lies."""
+        with torch._C.DisableTorchFunction():
+            return plain(self).__reduce_ex__(protocol)
 
     def __dlpack_device__(self) -> Any:
         return plain(self).__dlpack_device__()
@@ -92,8 +99,9 @@ class _Marks:
     """The storages that are on the GPU. A weak reference keeps a storage's address from being used again."""
 
     def __init__(self) -> None:
-        self.storages: dict[int, StorageWeakRef] = {}
+        self.storages: dict[int, tuple[StorageWeakRef, int, int]] = {}  # and address, bytes
         self.limit = self.least = 1024  # storages at which the dead are dropped
+        self.bytes = self.most = 0  # of all in storages, and of the living at their most
 
     @staticmethod
     def storage(tensor: torch.Tensor) -> Any:
@@ -104,22 +112,72 @@ class _Marks:
                 return None
 
     def add(self, tensor: torch.Tensor) -> None:
-        if (storage := self.storage(tensor)) is None or storage._cdata in self.storages:
+        if (storage := self.storage(tensor)) is not None:
+            self.add_storage(storage)
+
+    def add_storage(self, storage: Any) -> None:
+        if storage._cdata in self.storages:
             return
         if len(self.storages) >= self.limit:
-            self.storages = {key: mark for key, mark in self.storages.items() if not mark.expired()}
+            self.drop_dead()
             self.limit = max(self.least, 2 * len(self.storages))
-        self.storages[storage._cdata] = StorageWeakRef(storage)
+        address = storage.data_ptr() if storage.device.type == "cpu" else 0
+        size = storage.nbytes()
+        self.storages[storage._cdata] = StorageWeakRef(storage), address, size
+        self.bytes += size
+        if self.bytes > self.most:
+            self.most = max(self.most, self.allocated())
+
+    def drop_dead(self) -> None:
+        self.storages = {key: mark for key, mark in self.storages.items() if not mark[0].expired()}
+        self.bytes = sum(size for _, _, size in self.storages.values())
 
     def remove(self, tensor: torch.Tensor) -> None:
-        if (storage := self.storage(tensor)) is not None:
-            self.storages.pop(storage._cdata, None)
+        if (storage := self.storage(tensor)) is not None and (mark := self.storages.pop(storage._cdata, None)):
+            self.bytes -= mark[2]
+
+    def clear(self) -> None:
+        self.storages.clear()
+        self.bytes = self.most = 0
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return (storage := self.storage(tensor)) is not None and storage._cdata in self.storages
 
+    def allocated(self) -> int:
+        """Bytes of the living."""
+        self.drop_dead()
+        return self.bytes
+
+    def peak(self) -> int:
+        return self.most
+
+    def reset_peak(self) -> None:
+        self.most = self.allocated()
+
+    def allocation(self, address: int) -> tuple[int, int] | None:
+        """The living storage that an address lies in, from its first byte to behind its last."""
+        if address < 1 << 16:  # where no process has memory: a size or a stride
+            return None
+        for reference, first, size in self.storages.values():
+            if first <= address < first + size and not reference.expired():
+                return first, first + size
+        return None
+
 
 _marks = _Marks()
+_pinned = _Marks()  # host memory that kernels may touch
+
+
+class Allocations:
+    """Session.devices: what of a launch's memory a GPU can reach."""
+
+    @staticmethod
+    def holds(tensor: Any) -> bool:
+        return is_on_gpu(tensor) or (isinstance(tensor, torch.Tensor) and tensor in _pinned)
+
+    @staticmethod
+    def allocation(address: int) -> tuple[int, int] | None:
+        return _marks.allocation(address) or _pinned.allocation(address)
 
 
 def is_on_gpu(value: Any) -> bool:
@@ -158,13 +216,6 @@ def _transfer(source: torch.Tensor, gpu: bool) -> torch.Tensor:
     if source.requires_grad and torch.is_grad_enabled():
         return _Transfer.apply(source, gpu)
     return _moved(source, gpu)
-
-
-def _is_gpu(device: Any) -> bool:
-    """Whether a device argument names the GPU; PyTorch takes a bare number as one of the accelerator's."""
-    if isinstance(device, int) and not isinstance(device, bool):
-        return True
-    return isinstance(device, (str, torch.device)) and str(device).startswith(("cuda", "hip"))
 
 
 def _on_gpu(value: Any) -> Any:
@@ -251,17 +302,19 @@ class _Devices(TorchFunctionMode):
             elif name in _ANSWERS and func is getattr(torch.Tensor, name) and isinstance(args[0], DeviceTensor):
                 return getattr(args[0], name)(*args[1:], **kwargs)
             if name == "cuda":
+                is_gpu(args[1] if len(args) > 1 else kwargs.get("device"))
                 return args[0] if is_on_gpu(args[0]) else _transfer(args[0], True)
             if name == "to":
                 return _to(func, args, kwargs)
             if name == "type_as" and is_on_gpu(args[0]) != is_on_gpu(args[1]):
                 return _to(torch.Tensor.to, args, kwargs)
-            if name == "pin_memory" and not is_on_gpu(args[0]):
-                return args[0]
+            if name in ("pin_memory", "is_pinned") and not is_on_gpu(args[0]):
+                pinned = args[0] in _pinned
+                return pinned if name == "is_pinned" else args[0] if pinned else _pin(plain(args[0]).clone())
         device = kwargs.get("device")
         if device is None and self.default is not None and func in self.factories:
             device = self.default
-        if device is not None and _is_gpu(device):
+        if device is not None and is_gpu(device):
             kwargs["device"] = torch.device("cpu")
             kwargs.pop("pin_memory", None)
             result = func(*args, **kwargs)
@@ -276,8 +329,15 @@ class _Devices(TorchFunctionMode):
             if type(result) is DeviceTensor:
                 result.__class__ = torch.Tensor  # type: ignore[assignment]
             return result
-        kwargs.pop("pin_memory", None)
-        return func(*args, **kwargs)
+        pinned = kwargs.pop("pin_memory", None) and func in self.factories
+        result = func(*args, **kwargs)
+        return _pin(result) if pinned else result
+
+
+def _pin(host: torch.Tensor) -> torch.Tensor:
+    """Mark host memory as pinned."""
+    _pinned.add(host)
+    return host
 
 
 def _to(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -303,64 +363,13 @@ def _to(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     elif device is not None:
         if str(device).startswith("meta"):
             return func(plain(source), device, **words)
-        gpu = _is_gpu(device)
+        gpu = is_gpu(device)
     result = func(plain(source), **words) if words else plain(source)
     if gpu != here:
         return _transfer(result, gpu)
     if result.data_ptr() == source.data_ptr() and result.dtype == source.dtype:
         return source
     return _on_gpu(result) if gpu else result
-
-
-class Stream(torch.cuda.Stream):
-    """Everything is done when a call returns, so streams have nothing to order."""
-
-    cuda_stream = 0
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Stream:
-        return object.__new__(cls)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.__dict__["device"] = torch.device(DEVICE)
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *error: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, event: Any = None) -> Any:
-        event = event or Event()
-        event.record()
-        return event
-
-
-class Event:
-    """A point in host time. Times between events are the simulator's, not a GPU's."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self.seconds = time.perf_counter()
-
-    def synchronize(self) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: Event) -> float:
-        return 1000 * (end.seconds - self.seconds)
 
 
 _Generator = torch.Generator
@@ -371,45 +380,35 @@ class _AnyGenerator(type):
         return isinstance(value, _Generator)
 
     def __call__(cls, device: Any = "cpu") -> Any:
-        return _Generator("cpu" if _is_gpu(device) else device)
+        return _Generator("cpu" if is_gpu(device) else device)
 
 
 class Generator(metaclass=_AnyGenerator):
     """torch.Generator, whose GPU kind is a CPU generator."""
 
 
+def _location(storage: Any) -> str | None:
+    return DEVICE if storage._cdata in _marks.storages else None
+
+
+def _restore(storage: Any, location: str) -> Any:
+    if not is_gpu(location):
+        return None
+    _marks.add_storage(storage)
+    return storage
+
+
+# For torch.save and torch.load: which storages lie on the GPU, and how one gets there.
+_CHECKPOINTS = (0, _location, _restore)
+
+
 @contextlib.contextmanager
 def served_on_cpu(arch: str) -> Iterator[None]:
     """Serve device="cuda" on the CPU for the block, as a GPU of `arch`."""
+    import torch._dynamo  # PyTorch does at the first call; its tables are to hold torch.cuda's own functions
+
     from fourwave.backends import select
 
-    from . import flydsl_hook
-
-    stream = Stream()
-    properties = types.SimpleNamespace(
-        name=f"simulated {arch}", gcnArchName=arch, multi_processor_count=_COMPUTE_UNITS[arch], total_memory=1 << 38,
-        warp_size=32 if arch == "gfx1250" else 64, major=9, minor=0,
-    )  # fmt: skip
-
-    def seed(number: int) -> None:
-        torch.default_generator.manual_seed(int(number))  # torch.manual_seed calls this function
-
-    replaced = {
-        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "set_device": lambda device: None,
-        "get_device_name": lambda device=None: properties.name, "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (9, 0), "synchronize": lambda device=None: None, "is_initialized": lambda: True,
-        "init": lambda: None, "empty_cache": lambda: None, "manual_seed": seed, "manual_seed_all": seed,
-        "current_stream": lambda device=None: stream, "default_stream": lambda device=None: stream, "Stream": Stream, "Event": Event,
-        "stream": lambda stream: contextlib.nullcontext(), "device": lambda device: contextlib.nullcontext(),
-        "is_current_stream_capturing": lambda: False, "reset_peak_memory_stats": lambda device=None: None,
-        "max_memory_allocated": lambda device=None: 0, "memory_allocated": lambda device=None: 0, "set_stream": lambda stream: None,
-        "mem_get_info": lambda device=None: (properties.total_memory, properties.total_memory),
-    }  # fmt: skip
-    accelerator = {
-        "is_available": lambda: True, "device_count": lambda: 1, "current_accelerator": lambda check_available=False: torch.device("cuda"),
-        "synchronize": lambda device=None: None, "current_stream": lambda device=None: stream, "current_device_index": lambda: 0,
-        "set_device_index": lambda device: None,
-    }  # fmt: skip
     devices = _Devices()
     run_backward = torch.autograd.graph._engine_run_backward
 
@@ -426,23 +425,12 @@ def served_on_cpu(arch: str) -> Iterator[None]:
         result = from_dlpack(tensor, *args, **kwargs)
         return _on_gpu(result) if is_on_gpu(tensor) else result
 
-    def ranges(value: Any) -> list[tuple[int, int]]:
-        """A host tensor is not among the memory that a GPU's kernel may touch."""
-        tensor = value if isinstance(value, torch.Tensor) else getattr(value, "torch_tensor", None)
-        return [] if isinstance(tensor, torch.Tensor) and not is_on_gpu(tensor) else all_ranges(value)
-
-    all_ranges = flydsl_hook._ranges
     with contextlib.ExitStack() as stack:
         # What fourwave knows of devices is another matter in here, and again afterwards.
         stack.callback(select.clear_cache)
         select.clear_cache()
-        stack.enter_context(mock.patch.object(flydsl_hook, "_ranges", ranges))
-        for name, value in replaced.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        for name, value in accelerator.items():
-            stack.enter_context(mock.patch.object(torch.accelerator, name, value))
         for owner, name, value in (
-            (torch, "Generator", Generator), (torch.version, "hip", "simulated"), (torch, "set_default_device", set_default_device),
+            *replacements(arch, _marks), (torch, "Generator", Generator), (torch, "set_default_device", set_default_device),
             (torch, "get_default_device", lambda: devices.default or torch.device("cpu")), (torch, "from_dlpack", import_dlpack),
             (torch.utils.dlpack, "from_dlpack", import_dlpack), (torch.autograd, "_engine_run_backward", backward),
             (torch.autograd.graph, "_engine_run_backward", backward),
@@ -452,7 +440,13 @@ def served_on_cpu(arch: str) -> Iterator[None]:
         overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrite)
-        stack.callback(lambda: _marks.storages.clear())
+        for marks in (_marks, _pinned):
+            stack.callback(marks.clear)
+        stack.enter_context(
+            mock.patch.object(
+                torch.serialization, "_package_registry", [_CHECKPOINTS, *torch.serialization._package_registry]
+            )
+        )
         stack.enter_context(_Memory(devices))
         stack.enter_context(devices)
         yield
@@ -475,27 +469,64 @@ def _own_modules() -> Iterator[None]:
                 del sys.modules[name]
 
 
+@dataclass
+class Run:
+    """What a script did: its exit status, the session's report, the exception that ended it; launches in sessions that it opened itself, and
+    the processes that it started, which nothing was checked of."""
+
+    status: int
+    report: Any
+    error: Exception | None = None
+    own_launches: int = 0
+    processes: list[str] = field(default_factory=list)
+
+
+def execute(path: str | Path, arguments: list[str], arch: str = "gfx950", **options: Any) -> Run:
+    """run_script, with the script's exception in the result: what it launched before has its report all the same."""
+    from . import active_session, session
+    from .flydsl_hook import tool
+
+    path = Path(path)
+    start = BaseProcess.start
+    started: list[str] = []
+
+    def start_and_note(process: BaseProcess) -> None:
+        start(process)
+        started.append(process.name)
+
+    with session(arch, **options) as report, served_on_cpu(arch):
+        ours = active_session()
+        assert ours is not None
+        ours.devices = Allocations
+        run = Run(0, report, processes=started)
+        with (
+            tool(ours),
+            mock.patch.object(sys, "argv", [str(path), *arguments]),
+            mock.patch.object(sys, "path", [str(path.parent.resolve()), *sys.path]),
+            mock.patch.object(BaseProcess, "start", start_and_note),
+            _own_modules(),
+        ):
+            try:
+                runpy.run_path(str(path), run_name="__main__")
+            except SystemExit as stop:
+                run.status = int(stop.code) if isinstance(stop.code, int) else int(stop.code is not None)
+                if isinstance(stop.code, str):
+                    print(stop.code, file=sys.stderr)
+            except Exception as error:
+                run.status, run.error = 1, error
+        run.own_launches = len(ours.collected)
+    return run
+
+
 def run_script(path: str | Path, arguments: list[str], arch: str = "gfx950", **options: Any) -> tuple[int, Any]:
     """Run a Python script as `python path arguments` would, with a simulated GPU of `arch`.
 
     options   of fourwave.sim.session
     returns   (the script's exit status, the session's Report). Exceptions of the script are raised.
     Modules that the script imports from elsewhere than installed packages are its own: another script's import loads them again.
+    Launches in sessions that the script opens itself are in the report, too; they keep those sessions' options, and CPU tensors are theirs.
     """
-    from . import session
-
-    path = Path(path)
-    with session(arch, **options) as report, served_on_cpu(arch):
-        with (
-            mock.patch.object(sys, "argv", [str(path), *arguments]),
-            mock.patch.object(sys, "path", [str(path.parent.resolve()), *sys.path]),
-            _own_modules(),
-        ):
-            try:
-                runpy.run_path(str(path), run_name="__main__")
-                status = 0
-            except SystemExit as stop:
-                status = int(stop.code) if isinstance(stop.code, int) else int(stop.code is not None)
-                if isinstance(stop.code, str):
-                    print(stop.code, file=sys.stderr)
-    return status, report
+    run = execute(path, arguments, arch, **options)
+    if run.error is not None:
+        raise run.error
+    return run.status, run.report
