@@ -96,6 +96,41 @@ def test_a_captured_training_step_is_the_eager_one(recipe: str) -> None:
         assert torch.equal(tensor, captured.state_dict()[name]), name
 
 
+def test_evaluation_sees_what_a_captured_step_recorded() -> None:
+    """A replay moves no version counter, by which evaluation keeps scales."""
+    torch.manual_seed(0)
+    recipe = RECIPES["delayed"]
+    net, x = Net().cuda(), data(0).cuda()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            train_step(net, x, recipe)
+    torch.cuda.current_stream().wait_stream(stream)
+
+    y = data(9).cuda()
+
+    def evaluated(module: torch.nn.Module) -> torch.Tensor:
+        with torch.no_grad(), fw.autocast(recipe=recipe):
+            return module(y)
+
+    evaluated(net)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        train_step(net, x, recipe)
+    before = evaluated(net)
+    evaluation = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(evaluation):
+        captured = evaluated(net)
+    for step in range(1, 4):
+        x.copy_(data(step) * 4**step)
+        graph.replay()
+        right = evaluated(copy.deepcopy(net))
+        assert torch.equal(evaluated(net), right) and not torch.equal(right, before), step
+        evaluation.replay()
+        assert torch.equal(captured, right), step
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_peak_memory_is_flat(recipe: str) -> None:
     net = Net().cuda()

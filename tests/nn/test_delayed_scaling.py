@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fourwave as fw
 from fourwave import nn as fnn
+from fourwave.nn import base
 
 R = fw.recipes
 FMAX = {"hybrid": (448.0, 448.0, 57344.0), "e4m3": (448.0, 448.0, 448.0)}
@@ -277,6 +279,139 @@ def test_evaluation_knows_the_last_step(how: str) -> None:
         for t in (x, linear.weight)
     ]
     assert torch.equal(y, fw.gemm(*q, out_dtype=torch.float32, backend="native"))
+
+
+KEPT = R.DelayedScaling(amax_history_len=3)
+
+
+def evaluated(module: Any, recipe: Any = KEPT) -> torch.Tensor:
+    with torch.no_grad(), fw.autocast(recipe=recipe):
+        return module(data(3, 7, 32))
+
+
+def training_step(module: Any, seed: int) -> None:
+    with fw.autocast(recipe=KEPT):
+        module(data(seed, 5, 32) * 8).square().sum().backward()
+
+
+def other_state() -> dict[str, torch.Tensor]:
+    module = fnn.Linear(32, 32, recipe=KEPT)
+    training_step(module, 1)
+    return module.state_dict()
+
+
+def set_data(module: Any) -> None:
+    module.delayed_amax_history.data = module.delayed_amax_history * 7
+
+
+def unseen(module: Any) -> None:
+    module.delayed_amax_history.data.mul_(7)
+    module.delayed_recorded()
+
+
+def compiled_step(module: Any) -> None:
+    torch._dynamo.reset()
+    run = torch.compile(module, backend="aot_eager", fullgraph=True)
+    with fw.autocast(recipe=KEPT):
+        run(data(4, 5, 32) * 8)
+
+
+def captured_step(module: Any) -> None:
+    """The replay of a CUDA graph, which moves no version counter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "_capturing", lambda device: True)
+        training_step(module, 4)
+    evaluated(module)
+    module.delayed_amax_history.data.mul_(7)
+
+
+@torch.inference_mode()
+def written_in_inference_mode(module: Any) -> None:
+    module.delayed_amax_history.mul_(7)
+
+
+def loaded_in_inference_mode(module: Any) -> None:
+    loaded = other_state()
+    with torch.inference_mode():
+        module.load_state_dict(loaded)
+
+
+WRITERS: dict[str, Callable[[Any], Any]] = {
+    "step": lambda module: training_step(module, 4),
+    "compiled step": compiled_step,
+    "captured step": captured_step,
+    "load": lambda module: module.load_state_dict(other_state()),
+    "load, assign": lambda module: module.load_state_dict(other_state(), assign=True),
+    "load, inference mode": loaded_in_inference_mode,
+    "reset": lambda module: module._reset_state(),
+    "history": lambda module: module.delayed_amax_history.mul_(7),
+    "history, inference mode": written_in_inference_mode,
+    "data": set_data,
+    "unseen": unseen,
+    "detached": lambda module: module.delayed_amax_history.detach().mul_(7),
+    "other tensor": lambda module: setattr(module, "delayed_amax_history", module.delayed_amax_history * 7),
+    "bfloat16": lambda module: module.to(torch.bfloat16),
+    "float64 and back": lambda module: (module.double().float(), module.delayed_amax_history.mul_(7)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", WRITERS)
+def test_scales_that_evaluation_keeps_are_never_stale(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    original: Any = fnn.Linear._next_scale
+
+    def counted(*args: Any) -> torch.Tensor:
+        made.append(args)
+        return original(*args)
+
+    monkeypatch.setattr(fnn.Linear, "_next_scale", counted)
+    torch.manual_seed(0)
+    module: Any = fnn.Linear(32, 32)
+    with torch.no_grad():
+        module.weight.copy_(data(7, 32, 32) / 100)
+    training_step(module, 0)
+    training_step(module, 2)
+    made.clear()
+    before = [evaluated(module) for _ in range(3)]
+    assert len(made) == 1 and torch.equal(before[0], before[2])  # kept, over regions
+    with torch.inference_mode():
+        assert torch.equal(evaluated(module), before[0]) and len(made) == 1
+    WRITERS[how](module)
+    after, again = evaluated(module), evaluated(module)
+    assert torch.equal(after, again) and torch.equal(after, evaluated(copy.deepcopy(module)))
+    assert not torch.equal(after, before[0])
+    training_step(module, 0)  # what is kept is no inference tensor
+    assert torch.equal(evaluated(module), evaluated(copy.deepcopy(module)))
+
+
+def test_scales_that_evaluation_keeps_belong_to_a_recipe() -> None:
+    module: Any = fnn.Linear(32, 32)
+    training_step(module, 0)
+    training_step(module, 1)
+    for margin in (0, 1, 0):
+        for algo in ("max", "most_recent"):
+            recipe = R.DelayedScaling(margin=margin, amax_history_len=3, amax_compute_algo=algo)
+            assert torch.equal(evaluated(module, recipe), evaluated(copy.deepcopy(module), recipe))
+            assert float(module._evaluated.scales[0, 0]) == pytest.approx(
+                2.0**margin
+                / 448
+                * float((module.delayed_amax_history.amax(0) if algo == "max" else module.delayed_amax_history[0])[0])
+            )
+
+
+def test_next_scales_take_few_operators() -> None:
+    class Count(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += 1
+            return func(*args, **(kwargs or {}))
+
+    module: Any = fnn.Linear(32, 32)
+    training_step(module, 0)
+    with Count() as mode:
+        module._next_scale(KEPT.plan, False)
+    assert 5 < mode.count <= 20, mode.count
 
 
 def test_evaluation_between_steps_changes_nothing(without: dict[str, torch.Tensor]) -> None:

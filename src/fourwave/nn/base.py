@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fourwave.backends import select
 from fourwave.nn import context
@@ -46,6 +47,15 @@ class Step(NamedTuple):
     seed: Tensor | None = None
 
 
+class EvaluationScales(NamedTuple):
+    """Scales that evaluation used, and what they were made of: scale and history, and their versions and the rest in `how`."""
+
+    scale: Tensor
+    history: Tensor
+    how: tuple[Any, ...]
+    scales: Tensor
+
+
 class QuantizedModule(nn.Module):
     """Base of the modules. `linears` products each have three scales of delayed scaling: input, weight, gradient of the output.
 
@@ -79,12 +89,14 @@ class QuantizedModule(nn.Module):
         self._step: Any = None  # step of the last recorded training call
         # Whether the newest row of the history may hold amax that the scales do not know: so after loading, too.
         self._recorded = True
+        self._evaluated: EvaluationScales | None = None
+        self._captured = False  # a training step in a CUDA graph, whose replay moves no version counter
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_last", "_step"):
+        for name in ("_last", "_step", "_evaluated"):
             state[name] = None
-        state["_recorded"] = True
+        state["_recorded"], state["_captured"] = True, False
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -164,6 +176,7 @@ class QuantizedModule(nn.Module):
             torch.is_grad_enabled() or region.observe is not None or context.in_reentrant_checkpoint()
         )
         if trains:
+            self._captured = self._captured or _capturing(device)
             if self._step is not region.step:
                 self._step = region.step
                 if self._recorded:
@@ -172,10 +185,10 @@ class QuantizedModule(nn.Module):
             self._recorded = True
         scales = context.kept_scales(self) if recomputed else None
         if scales is None:
-            known = self.delayed_scale
-            if not recomputed and not trains and self._recorded and self._step is not region.step:
-                known = self._next(stateful, fnuz)[0]  # evaluation knows the last step, and changes nothing
-            scales = spaced(known)
+            if recomputed or trains:
+                scales = spaced(self.delayed_scale)
+            else:
+                scales = self._evaluation_scales(stateful, fnuz, self._recorded and self._step is not region.step)
             context.keep_scales(self, scales)
         history = self.delayed_amax_history if trains or torch.is_grad_enabled() else None
         return Step(plan, scales, history, trains, region.observe is not None, fnuz, backend)
@@ -202,7 +215,7 @@ class QuantizedModule(nn.Module):
         if grad:
             self._update(stateful, fnuz)
         else:
-            scale = self._next(stateful, fnuz)[0]
+            scale = self._next_scale(stateful, fnuz)
         return Step(plan, spaced(scale), history if grad else None, grad, observe is not None, fnuz)
 
     # -- delayed scaling
@@ -225,45 +238,83 @@ class QuantizedModule(nn.Module):
     def _update(self, plan: Plan, fnuz: bool) -> None:
         """Scales from the history; see recipes.DelayedScaling."""
         assert self.delayed_scale is not None and self.delayed_amax_history is not None
-        scale, history = self._next(plan, fnuz)
+        scale, history = self._next_scale(plan, fnuz), self._next_history(plan)
         self.delayed_scale.copy_(scale)
         self.delayed_amax_history.copy_(history)
         if not torch.compiler.is_compiling():
             self._recorded = False
 
     @torch.no_grad()
-    def _next(self, plan: Plan, fnuz: bool) -> tuple[Tensor, Tensor]:
-        """Scale and history of the next step."""
+    def _next_scale(self, plan: Plan, fnuz: bool) -> Tensor:
+        """Scale of the next step."""
         scale, history = self.delayed_scale, self.delayed_amax_history
         assert scale is not None and history is not None
-        newest = history[0].clone()
+        newest = history[0]
         if callable(plan.algo):
             amax = plan.algo(history).clone()
         else:
-            amax = history.amax(0) if plan.algo == "max" else history[0].clone()
-        rolled = history.roll(-1, 0)
-        rolled[0] = 0
-        functions = callable(plan.algo) or plan.rescale is not None
-        if not functions:
-            # A tensor that the step did not see keeps its history and its scale.
-            rolled = torch.where(newest != 0, rolled, history)
-            amax = torch.where(newest != 0, amax, 0)
+            amax = history.amax(0) if plan.algo == "max" else newest
         largest = [_largest(name, fnuz) for name in (plan.x, plan.w, plan.g)]
         if plan.rescale is not None:
             function, recipe = plan.rescale
             fmax = amax.new_zeros(self._slots)
             for slot, value in enumerate(largest):
                 fmax[slot::_SLOTS_PER_LINEAR].fill_(value)
-            return function(amax, scale, fmax, recipe), rolled
-        new = torch.stack(
-            [amax[slot::_SLOTS_PER_LINEAR] * (2.0**plan.margin / value) for slot, value in enumerate(largest)], dim=1
-        ).flatten()
-        usable = amax.isfinite() & (amax > 0)
-        return torch.where(usable, new.clamp(_SMALLEST_SCALE, _LARGEST_SCALE), scale), rolled
+            return function(amax.clone(), scale, fmax, recipe)
+        # Few operators, for each is a launch, and numbers of the host: a tensor of them could not be captured.
+        factors = [2.0**plan.margin / value for value in largest]
+        new = amax * factors[0]
+        for slot in range(1, _SLOTS_PER_LINEAR):
+            if factors[slot] != factors[0]:
+                new[slot::_SLOTS_PER_LINEAR] = amax[slot::_SLOTS_PER_LINEAR] * factors[slot]
+        usable = (amax > 0) & (amax < float("inf"))
+        if not callable(plan.algo):
+            usable = usable & (newest != 0)  # a tensor that the step did not see keeps its scale
+        return torch.where(usable, new.clamp(_SMALLEST_SCALE, _LARGEST_SCALE), scale)
+
+    @torch.no_grad()
+    def _next_history(self, plan: Plan) -> Tensor:
+        """History of the next step."""
+        history = self.delayed_amax_history
+        assert history is not None
+        rolled = history.roll(-1, 0)
+        rolled[0] = 0
+        if callable(plan.algo) or plan.rescale is not None:
+            return rolled
+        return torch.where(history[0] != 0, rolled, history)  # what the step did not see keeps its history
+
+    def _evaluation_scales(self, plan: Plan, fnuz: bool, ahead: bool) -> Tensor:
+        """`spaced` scales of an evaluation: with `ahead` those of the next step, which it knows and does not make. Kept from call to call
+        while scale and history are the same tensors of the same version."""
+        scale, history = self.delayed_scale, self.delayed_amax_history
+        assert scale is not None and history is not None
+        # No version tells of what a graph writes, nor of tensors without one; what is captured or traced must compute them, and functions
+        # of the recipe are anyone's.
+        kept = (
+            type(scale) is type(history) is Tensor
+            and not scale.is_inference()
+            and not history.is_inference()
+            and not callable(plan.algo)
+            and plan.rescale is None
+            and not self._captured
+            and not _capturing(scale.device)
+            and _get_current_dispatch_mode() is None
+        )
+        how = None
+        if kept:
+            stream = torch.cuda.current_stream(scale.device).cuda_stream if scale.is_cuda else None
+            how = (ahead, plan, fnuz, stream, scale._version, scale.data_ptr(), history._version, history.data_ptr())
+            known = self._evaluated
+            if known is not None and known.scale is scale and known.history is history and known.how == how:
+                return known.scales
+        with torch.inference_mode(False), torch.no_grad():
+            scales = spaced(self._next_scale(plan, fnuz) if ahead else scale)
+        self._evaluated = None if how is None else EvaluationScales(scale, history, how, scales)
+        return scales
 
     def delayed_recorded(self) -> None:
         """The history's newest row was written by someone else: the next step makes scales of it."""
-        self._recorded = True
+        self._recorded, self._evaluated = True, None
 
     # -- saving and loading
 
@@ -395,6 +446,11 @@ def resized(history: Tensor, length: int) -> Tensor:
 def _largest(name: str | None, fnuz: bool) -> float:
     assert name is not None
     return FORMATS[name].code_format(fnuz).max
+
+
+def _capturing(device: torch.device) -> bool:
+    """Whether what runs is recorded in a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _fnuz(device: torch.device, backend: str | None) -> bool:
