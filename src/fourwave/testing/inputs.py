@@ -84,7 +84,7 @@ def quantized(
     view_kind   how the codes lie (VIEWS); packed ones are always contiguous
 
     Codes are those of `matrix`, of magnitude 1/2 to 4, and in a tenth of places any finite ones. Scales lie between 2^-6 and 2^6
-    (tensor: 0.37), no two neighbours alike; the first and last block of a row have large ones, so that a dropped block shows.
+    (tensor: 1/4 to 3/4), no two neighbours alike; the first and last block of a row have large ones, so that a dropped block shows.
     """
     fmt = FORMATS[name]
     codec = fmt.code_format(fnuz and not fmt.is_mx)
@@ -97,7 +97,7 @@ def quantized(
     codes = encode(torch.where(uniform(rows, k) < 0.1, wild, values), codec)
     shape = scale_shape(fmt.scaling, rows, k, True)
     if fmt.scaling == "tensor":
-        scale = torch.tensor(0.37)
+        scale = (0.25 + 0.5 * uniform(1)).float().reshape(())  # another for each generator, so a's is not b's
     else:
         exponent = torch.randint(-6, 5, shape, generator=generator)
         if len(shape) == 2 and shape[1]:
