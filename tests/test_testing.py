@@ -297,3 +297,18 @@ def test_cases_describe_themselves():
             out_dtype=torch.float32,
         ).problem
     )
+
+
+@pytest.mark.parametrize("wrong", ["a_scale", "b_scale"])
+def test_one_scale_taken_for_both_operands_fails_the_case(monkeypatch, wrong):
+    case = GemmCase(by_name("tail all"), a_format="fp8_e4m3", b_format="fp8_e4m3")
+    assert case.run("native").passed
+    real = NativeBackend.run_gemm
+
+    def broken(self, problem, config, tensors):
+        return real(
+            self, problem, config, tensors._replace(a_scale=getattr(tensors, wrong), b_scale=getattr(tensors, wrong))
+        )
+
+    monkeypatch.setattr(NativeBackend, "run_gemm", broken)
+    assert not case.run("native").passed
