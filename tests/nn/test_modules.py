@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 
 import fourwave as fw
 from fourwave import nn as fnn
+from fourwave import te
+from fourwave.nn import grouped_linear
 from fourwave.quantize.tensor import FORMATS
 from fourwave.testing import bounds
 
@@ -178,6 +181,57 @@ def state_of(module: Any) -> list[torch.Tensor]:
 
 
 MIXES = [(x, w, b) for x in (False, True) for w in (False, True) for b in (False, True)]
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each pass that makes what is past the last group zeros."""
+    seen: list[int] = []
+    original = grouped_linear._without_the_rest
+
+    def counted(t: torch.Tensor, m_sizes: torch.Tensor) -> torch.Tensor:
+        seen.append(len(t))
+        return original(t, m_sizes)
+
+    monkeypatch.setattr(grouped_linear, "_without_the_rest", counted)
+    return seen
+
+
+def test_no_pass_over_the_rows_where_none_is_past_the_last_group(passes: list[int]) -> None:
+    module, results = fnn.GroupedLinear(2, 64, 64), []
+    for sizes, rows, expected in (((3, 5), 8, []), ((3, 5), 9, [9, 9])):
+        x = torch.full((rows, 64), 100.0)
+        x[:8] = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+        module.zero_grad()
+        with fw.autocast(recipe=R.CurrentScaling()):
+            y = module(x.requires_grad_(), torch.tensor(sizes))
+        y.square().sum().backward()
+        assert passes == expected
+        assert x.grad is not None
+        results.append([y[:8], x.grad[:8], *(p.grad for p in module.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with pytest.raises(ValueError, match=r"all_rows=True and m_sizes is \[3, 5\], 8 of 9 rows"):
+        module(x, torch.tensor([3, 5]), all_rows=True)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [("tensor", 2), ("all_rows", 0), ("te tensor", 2), ("te list", 0), ("moe", 0), ("moe of another router", 4)],
+)
+def test_what_is_known_of_sizes_that_cannot_be_read(how: str, expected: int, passes: list[int]) -> None:
+    """Fake tensors, as those of a GPU, are not read."""
+    with FakeTensorMode():
+        x, sizes = torch.empty(8, 64, requires_grad=True), torch.empty(2, dtype=torch.int64)
+        with fw.autocast(recipe=R.MXFP8()):
+            if how in ("tensor", "all_rows"):
+                y = fnn.GroupedLinear(2, 64, 64)(x, sizes, all_rows=how == "all_rows")
+            elif how.startswith("te"):
+                y = te.GroupedLinear(2, 64, 64, device="cpu")(x, [3, 5] if how == "te list" else sizes)
+            else:
+                routing = (torch.empty(8, 2, dtype=torch.int64), torch.empty(8, 2)) if how != "moe" else None
+                y = fnn.MoEMLP(64, 64, 4, 2)(x, routing=routing)
+        y.sum().backward()
+    assert len(passes) == expected
 
 
 @pytest.mark.parametrize("rest", [math.nan, math.inf, 1e30])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fourwave.nn import products
 from fourwave.nn.base import GRAD, INPUT, WEIGHT, record
@@ -62,7 +63,13 @@ class GroupedLinear(LinearBase):
             reset_linear(self.weight[g], None if self.bias is None else self.bias[g], self.init_method)
 
     def forward(
-        self, x: Tensor, m_sizes: Tensor, is_first_microbatch: bool | None = None, *, rows: Tensor | None = None
+        self,
+        x: Tensor,
+        m_sizes: Tensor,
+        is_first_microbatch: bool | None = None,
+        *,
+        rows: Tensor | None = None,
+        all_rows: bool = False,
     ) -> Tensor:
         """x [M, in_features], rows of group 0 first -> [M, out_features]; rows past the last group are zeros, whatever x
         and the gradient hold there.
@@ -71,6 +78,8 @@ class GroupedLinear(LinearBase):
         is_first_microbatch  see Linear.forward
         rows     [M] int64, without gradients only: the result is that for x[rows], M rows. Where no two rows share a scale, rows of x are
                  quantized before they are copied, each once
+        all_rows m_sizes add up to M, says the caller: spares a pass over x, and one over the gradient, that keep rows past the last group
+                 out of the scales. Not checked on a GPU; on the CPU the sizes themselves tell
         """
         for name, t in (("x", x), ("m_sizes", m_sizes)):
             if not isinstance(t, Tensor):
@@ -91,6 +100,7 @@ class GroupedLinear(LinearBase):
                 raise ValueError(
                     "rows= records no gradient, and x or a parameter requires one: index x, or use torch.no_grad()"
                 )
+        all_rows = _all_rows(m_sizes, len(x) if rows is None else len(rows), all_rows)
         step = self._begin(x.device)
         self._check_blocks(step.plan, grad and x.requires_grad)
         bias = self.bias
@@ -101,7 +111,19 @@ class GroupedLinear(LinearBase):
         )  # fmt: skip
         later = self._delayed if self.delay_wgrad_compute else None
         result = _Grouped.apply(
-            x, weight, bias, m_sizes, step.scales, step.history, main_grad, call, cached, later, step.seed, rows
+            x,
+            weight,
+            bias,
+            m_sizes,
+            step.scales,
+            step.history,
+            main_grad,
+            call,
+            cached,
+            later,
+            step.seed,
+            rows,
+            all_rows,
         )
         if not isinstance(result, tuple):
             return result
@@ -148,6 +170,7 @@ class _Grouped(torch.autograd.Function):
         later: list[Any] | None,
         seed: Tensor | None,
         rows: Tensor | None,
+        all_rows: bool,
     ) -> Any:
         plan = call.plan
         options: dict[str, Any] = {
@@ -167,7 +190,7 @@ class _Grouped(torch.autograd.Function):
         else:
             if rows is not None:
                 x = x.index_select(0, rows)
-            if plan.x is not None or plan.x_t is not None or call.observe:
+            if not all_rows and (plan.x is not None or plan.x_t is not None or call.observe):
                 x = _without_the_rest(x, m_sizes)
             xs = pair(x, plan.x, plan.x_t, plan, need_row=True, need_col=call.need_w, scale=x_scale, **options)
         ws = cached
@@ -186,7 +209,7 @@ class _Grouped(torch.autograd.Function):
         ctx.save_for_backward(m_sizes, *x_saved, *w_saved, *([scales] if scales is not None else []))
         ctx.call, ctx.history, ctx.main_grad, ctx.later, ctx.seed = call, history, main_grad, later, seed
         ctx.weight = weight if later is not None or main_grad is not None else None
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtype, ctx.all_rows = None if bias is None else bias.dtype, all_rows
         if not plan.delayed and not call.observe:
             return y
         amax = [each if each is not None else products.largest(t) for each, t in ((xs.amax, x), (ws.amax, weight))]
@@ -203,7 +226,7 @@ class _Grouped(torch.autograd.Function):
         x_col = None if x_meta is None else unpack(x_meta, saved)
         w_col = None if w_meta is None else unpack(w_meta, saved)
         dz = dy.to(call.dtype)
-        if plan.g is not None or plan.g_t is not None or call.observe:
+        if not ctx.all_rows and (plan.g is not None or plan.g_t is not None or call.observe):
             dz = _without_the_rest(dz, m_sizes)
         gs = pair(
             dz, plan.g, plan.g_t, plan, need_row=call.need_x, need_col=call.need_w,
@@ -234,7 +257,17 @@ class _Grouped(torch.autograd.Function):
                 dw, _none = wgrad.run()
         if ctx.main_grad is not None:
             dw = _told(ctx.weight)
-        return dx, dw, db, None, None, None, None, None, None, None, None, None
+        return dx, dw, db, *[None] * 10
+
+
+def _all_rows(m_sizes: Tensor, rows: int, told: bool) -> bool:
+    """Whether no row is past the last group: read where that waits for nothing, else what the caller said."""
+    if torch.compiler.is_compiling() or m_sizes.device.type != "cpu" or _get_current_dispatch_mode() is not None:
+        return told
+    total = int(m_sizes.sum())
+    if told and total != rows:
+        raise ValueError(f"all_rows=True and m_sizes is {m_sizes.tolist()}, {total} of {rows} rows")
+    return total == rows
 
 
 def _without_the_rest(t: Tensor, m_sizes: Tensor) -> Tensor:

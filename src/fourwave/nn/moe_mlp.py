@@ -133,13 +133,14 @@ class MoEMLP(nn.Module):
                 )
             weights = torch.where(experts < 0, 0, weights)
         order, places, m_sizes = self._order(experts)
+        all_rows = routing is None  # of which choices may be dropped
         if torch.is_grad_enabled():
-            z = self.fc1(_ToExperts.apply(tokens, order, places), m_sizes, is_first_microbatch)
+            z = self.fc1(_ToExperts.apply(tokens, order, places), m_sizes, is_first_microbatch, all_rows=all_rows)
         else:
-            z = self.fc1(tokens, m_sizes, is_first_microbatch, rows=order // self.top_k)
+            z = self.fc1(tokens, m_sizes, is_first_microbatch, rows=order // self.top_k, all_rows=all_rows)
         separate = _SEPARATE.get(self.activation)
         h = _Activation.apply(z, self.activation) if separate is None else separate(z)
-        h = self.fc2(h, m_sizes, is_first_microbatch)
+        h = self.fc2(h, m_sizes, is_first_microbatch, all_rows=all_rows)
         y = _ToTokens.apply(h, weights, order, places).view(*x.shape[:-1], self.hidden_size)
         if self.return_logits and logits is not None:
             return y, logits.view(*x.shape[:-1], self.num_experts)

@@ -430,7 +430,10 @@ class GroupedLinear(_Module, fnn.GroupedLinear):
                 raise NotImplementedError(f"GroupedLinear.forward({name}=...): results are new tensors here")
         sizes = m_splits if isinstance(m_splits, Tensor) else _sizes(m_splits, inp)
         rows = inp.reshape(-1, inp.shape[-1]) if inp.numel() else inp.reshape(0, inp.shape[-1])
-        y = super().forward(rows, sizes.to(inp.device, non_blocking=True), is_first_microbatch)
+        # A list's sum was checked.
+        y = super().forward(
+            rows, sizes.to(inp.device, non_blocking=True), is_first_microbatch, all_rows=sizes is not m_splits
+        )
         y = y.view(*inp.shape[:-1], y.shape[-1])
         if not self.return_bias:
             return y
