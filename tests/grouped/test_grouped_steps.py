@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +153,23 @@ def test_steps_of_few_rows_are_those_of_the_document(preshuffled: bool) -> None:
             )
             assert cell == f"{steps} ({config.split_k})", (line, arch, groups)
             assert unsplit == (128 if groups == 32 and int(rows) >= 32 else 64)
+
+
+def test_facts_beside_those_of_mslk_are_the_record_s() -> None:
+    record = json.loads((PAGE.parents[1] / "bench" / "records" / "mslk_grouped_2a3c897.json").read_text())
+    lines = [
+        line
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+        if re.match(r"\| gfx\d+ \| \w+ \| \d+x\d+ \|", line)
+    ]
+    assert len(lines) == len(record) == 16
+    names = (
+        "arch", "kernel", "tile", "b", "VGPRs", "LDS bytes", "LDS cycles lost", "MFMA", "other vector", "scalar", "LDS reads", "LDS writes",
+        "loads", "vmcnt waits", "least vmcnt", "barriers", "instructions", "MFMA share",
+    )  # fmt: skip
+    for line, row in zip(lines, record, strict=True):
+        assert [cell.strip() for cell in line.split("|")[1:-1]] == [str(row[name]).removesuffix(".0") for name in names]
+        assert row["spills"] == row["scratch bytes"] == 0
 
 
 def few_rows(arch: str, rows: int, groups: int, preshuffled: bool = False) -> GroupedProblem:
