@@ -345,6 +345,7 @@ def test_refusals(arch: str) -> None:
         (replace(problem, a_scaling="1x32", b_scaling="1x32", a_dtype=FLOAT8["gfx942"][0]), "MX formats have codes as"),
         (replace(problem, a_scaling="1x128", b_scaling="1x128"), "1x128 x 1x128 are not in this kernel"),
         (replace(problem, K=2**31 - 1), "limit of a tile|32-bit"),
+        (replace(problem, M=2**30, N=2**20, a_scaling="tensor", b_scaling="tensor"), "fewer than 2**32 threads"),
     )
     assert why_unsupported(problem, None, arch) is None
     for each, message in bad:

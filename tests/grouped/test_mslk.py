@@ -146,8 +146,13 @@ def test_import_again_and_install() -> None:
         ({"x_scale": torch.ones(7)}, "7 elements"),
         ({"M_sizes": torch.tensor([1, 2, 3])}, "M_sizes 3 groups"),
         ({"M_sizes": torch.tensor([[1, 2]])}, r"\[G\]"),
-        ({"XQ": torch.zeros(7, 128)}, "XQ has K=128"),
-        ({"x_scale": torch.ones(14).double()}, "float32"),
+        ({"XQ": torch.zeros(7, 128, dtype=torch.float8_e4m3fn)}, "XQ has K=128"),
+        ({"x_scale": torch.ones(14).double()}, "x_scale is torch.float64; it must be torch.float32"),
+        ({"w_scale": torch.ones(2, 2, 1).half()}, "w_scale is torch.float16; it must be torch.float32"),
+        ({"XQ": torch.zeros(7, 256, dtype=torch.bfloat16)}, "XQ is torch.bfloat16; it must be torch.float8_e4m3fn or"),
+        ({"WQ": torch.zeros(2, 128, 256)}, "WQ is torch.float32; it must be torch.float8_e4m3fn or"),
+        ({"M_sizes": torch.tensor([5.0, 2.0])}, "M_sizes is torch.float32; it must be torch.int32 or torch.int64"),
+        ({"w_scale": torch.ones(2, 2, 1, device="meta")}, "w_scale is on meta"),
     ],
 )
 def test_refusals(change: dict[str, torch.Tensor], message: str) -> None:

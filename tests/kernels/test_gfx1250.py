@@ -291,6 +291,7 @@ def test_what_is_refused():
         ({"out_dtype": torch.float8_e4m3fnuz, "out_scaling": "1x32"}, "writes float8_e4m3fn and float8_e5m2"),
         ({"b_scaling": "tensor"}, "b is torch.uint8 with scales 'tensor'"),
         ({"M": 2**31}, "M=2147483648"),
+        ({"M": 2**23, "N": 2**18}, "33554432 workgroups of 128 threads"),
     ):
         assert why in refused(problem_of(**{**good, **fields}))
     plain = GemmProblem(64, 64, 64, "TN", BF16, BF16, BF16)

@@ -163,6 +163,19 @@ def test_what_is_not_split(arch: str) -> None:
     assert "split_k=33" in (why_unsupported(problem, replace(config, split_k=33), arch) or "")
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_a_launch_has_fewer_than_2_32_threads(arch: str) -> None:
+    """HIP refuses more (hipModuleLaunchKernel): 2**24 workgroups of 256 threads, parts of K included."""
+    config = candidates(arch)[2]
+    problem = GemmProblem((2**14 - 1) * config.tile_m, 2**10 * config.tile_n, 4096, "TN", BF16, BF16, BF16)
+    assert why_unsupported(problem, config, arch) is None
+    more = replace(problem, M=problem.M + 1)
+    assert "16777216 workgroups of 256 threads" in (why_unsupported(more, config, arch) or "")
+    half = replace(problem, N=problem.N // 2)
+    assert why_unsupported(half, replace(config, split_k=2), arch) is None
+    assert "workgroups of 256" in (why_unsupported(replace(half, M=half.M + 1), replace(config, split_k=2), arch) or "")
+
+
 ROWS = (1, 2, 17, 33, 128, 257)
 
 

@@ -17,6 +17,7 @@ from fourwave.blocks.flydsl.tiles import (
     REGISTERS,
     SCALE_K,
     WAVE,
+    WORKGROUP,
     CodeTile,
     Geometry,
     OperandTile,
@@ -42,6 +43,7 @@ MAX_TILE_BYTES = 2**31  # one buffer resource: tile rows x row stride
 MAX_EXTENT = 2**31 - 2**12  # sizes are int32, and rounding up to a tile must not overflow
 RESERVED = 48  # registers per lane for addresses, loop state, epilogue
 MAX_SPLIT_K = 32
+GRID_THREADS = 2**32  # a launch has fewer in each dimension (HIP API reference, hipModuleLaunchKernel)
 # What of GemmProblem.why_refused the kernels know, on either machine.
 FEATURES = frozenset(f"scaling:{a}x{b}" for a in (None, "tensor", "row") for b in (None, "tensor", "row")) | {
     "scaling:1x32x1x32",
@@ -546,6 +548,13 @@ def min_registers(
     return accumulators + fragments + staged
 
 
+def too_many_workgroups(workgroups: int, threads: int) -> str | None:
+    """Why a launch of so many workgroups, each of so many threads, in one dimension is refused, or None."""
+    if workgroups * threads < GRID_THREADS:
+        return None
+    return f"{workgroups} workgroups of {threads} threads: a launch has fewer than 2**32 threads; take larger tiles"
+
+
 def why_unsupported(problem: GemmProblem, config: GemmConfig | None, arch: str) -> str | None:
     """Why the FlyDSL GEMM kernels cannot do this problem with this configuration (None: the default), or None.
 
@@ -781,8 +790,9 @@ def _why_config_unsupported(problem, config, arch):
         registers += config.tile_m // config.waves_m // 16 * 4 + fragment_bytes(elem_bytes, arch) // 4  # sums, ones
     if registers > REGISTERS - RESERVED:
         return f"at least {registers} registers per lane and {RESERVED} for addresses: there are {REGISTERS}"
-    if -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n) >= 2**31:
-        return f"more than 2**31 tiles of {config.tile_m}x{config.tile_n}: take larger ones"
+    tiles = -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
+    if (reason := too_many_workgroups(tiles * config.split_k, WORKGROUP)) is not None:
+        return f"tiles of {config.tile_m}x{config.tile_n}, split_k={config.split_k}: {reason}"
     for each, what, dtype, rows, inner in (
         (packed[0], "a", problem.a_dtype, config.tile_m if problem.layout != "NT" else config.tile_k, problem.M if problem.layout == "NT" else problem.K),
         (packed[1], "b", problem.b_dtype, config.tile_n + swiglu * problem.N // 2 if problem.layout == "TN" else config.tile_k, problem.K if problem.layout == "TN" else problem.N),

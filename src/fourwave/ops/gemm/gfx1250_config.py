@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fourwave.blocks.flydsl.wmma_tiles import TILE_K, Side, code_pitch
-from fourwave.ops.gemm.config import MAX_EXTENT, GemmConfig
+from fourwave.ops.gemm.config import MAX_EXTENT, GemmConfig, too_many_workgroups
 from fourwave.ops.gemm.problem import PACKED_E2M1, SWIGLU
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ ARCH = "gfx1250"
 LDS_LIMIT = 320 * 1024
 MMA = {4: "16x16x128", 8: "16x16x128", 16: "16x16x32"}  # by the wider operand's bits
 STAGES = 3
+THREADS = 4 * 32  # of a workgroup
 
 # tile_m, tile_n, waves_m, waves_n. Each wave holds its share of the results in registers for all of K. Few rows: one tile for
 # all, so that b is read once, and each wave multiplies all rows with columns of its own, so that no two read the same b.
@@ -206,8 +207,9 @@ def why_unsupported(problem: GemmProblem, config: GemmConfig | None) -> str | No
     if config is not None and config not in known:
         return f"config {config}: the {ARCH} kernel has {'; '.join(map(str, known))} for these operands"
     config = config or default_config(problem)[0]
-    if -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n) >= 2**31:
-        return f"2**31 tiles of {config.tile_m}x{config.tile_n} or more"
+    tiles = -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
+    if (reason := too_many_workgroups(tiles, THREADS)) is not None:
+        return f"tiles of {config.tile_m}x{config.tile_n}: {reason}"
     return None
 
 

@@ -34,6 +34,7 @@ from fourwave.ops.gemm.config import (
     NUM_CUS,
     OVERLAP_LOSS,
     RESERVED,
+    too_many_workgroups,
 )
 from fourwave.ops.grouped_gemm.problem import REDUCTION, ROWS
 
@@ -472,8 +473,8 @@ def _why_config_unsupported(problem: GroupedProblem, config: GroupedConfig, arch
             return f"split_k={config.split_k}: the reduction is split into groups already"
         if config.split_k > MAX_SPLIT_K:
             return f"split_k={config.split_k}: at most {MAX_SPLIT_K}"
-    if grid_tiles(problem, config) * config.split_k >= 2**31:
-        return f"more than 2**31 tiles of {config.tile_m}x{config.tile_n}: take larger ones"
+    if (reason := too_many_workgroups(grid_tiles(problem, config) * config.split_k, WORKGROUP)) is not None:
+        return f"tiles of {config.tile_m}x{config.tile_n}, split_k={config.split_k}: {reason}"
     spans = (
         ("a", config.tile_m if problem.a_k_last else config.tile_k, problem.a_shape[-1] * problem.a_dtype.itemsize),
         ("b", config.tile_n if problem.b_k_last else config.tile_k, problem.b_shape[-1] * problem.b_dtype.itemsize),

@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from fourwave.ops.grouped_gemm.check import GroupedArguments, fake_result
+from fourwave.ops.gemm.problem import FLOAT8
+from fourwave.ops.grouped_gemm.check import SIZE_DTYPES, GroupedArguments, fake_result
 from fourwave.ops.grouped_gemm.execute import execute
 from fourwave.ops.grouped_gemm.problem import ROWS
 
@@ -73,6 +74,20 @@ def _check(XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, M_sizes: Te
             raise ValueError(f"{name} is of type {type(each).__name__}; it must be a tensor")
         if each.layout != torch.strided:
             raise ValueError(f"{name} has layout {each.layout}; it must be a dense tensor")
+    if any(each.device != XQ.device for each in given.values()):
+        raise ValueError(
+            f"{', '.join(f'{name} is on {each.device}' for name, each in given.items())}; all must be on one device"
+        )
+    wanted = {
+        "XQ": FLOAT8,
+        "WQ": FLOAT8,
+        "x_scale": (torch.float32,),
+        "w_scale": (torch.float32,),
+        "M_sizes": SIZE_DTYPES,
+    }
+    for name, dtypes in wanted.items():
+        if given[name].dtype not in dtypes:
+            raise ValueError(f"{name} is {given[name].dtype}; it must be {' or '.join(map(str, dtypes))}")
     if torch.is_grad_enabled() and any(each.requires_grad for each in given.values()):
         names = ", ".join(name for name, each in given.items() if each.requires_grad)
         raise ValueError(f"{names} requires grad; no gradient is recorded of such a call: use torch.no_grad()")
