@@ -355,7 +355,7 @@ def test_recipes_take_accumulators() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("TransformerLayer", "scaled_dot_product_attention"), ("DotProductAttention", "scaled_dot_product_attention"),
+        ("RotaryPositionEmbedding", "scaled_dot_product_attention"), ("CudaRNGStatesTracker", "te.distributed"),
         ("make_graphed_callables", "torch.cuda.graph"), ("moe_permute", "MoEMLP"), ("Fp8Padding", "leave the padding out"),
         ("optimizers", "torch.optim"), ("Float8Tensor", "fourwave.quantize"), ("MXFP8Quantizer", "fourwave.quantize"),
         ("initialize_ub", "no tensor parallelism"), ("nonsense", "has no attribute 'nonsense'"),
@@ -365,6 +365,109 @@ def test_what_is_missing_is_told(name: str, says: str) -> None:
     assert not hasattr(te, name)
     with pytest.raises(AttributeError, match=says):
         getattr(te, name)
+
+
+@pytest.mark.parametrize("name", ["TransformerLayer", "MultiheadAttention", "DotProductAttention"])
+def test_layers_that_are_not_here_have_a_name(name: str) -> None:
+    """Scripts put them in tables and wrapping policies, whatever layers they then make."""
+    layer = getattr(te, name)
+    assert issubclass(layer, torch.nn.Module) and not isinstance(te.Linear(8, 8), layer)
+    with pytest.raises(
+        NotImplementedError, match=f"no {name}; instead: torch.nn.functional.scaled_dot_product_attention"
+    ):
+        layer(64, 4, fuse_qkv_params=True)
+
+
+def test_the_package_above() -> None:
+    """import transformer_engine as te"""
+    assert te.pytorch.Linear is te.Linear and te.common.recipe.Format is recipe.Format
+
+
+def test_streams_of_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(te.distributed, "_random", lambda: torch)
+    tracker = te.distributed.CudaRNGStatesTracker()
+    torch.manual_seed(0)
+    tracker.add("model-parallel-rng", 5)
+    tracker.add("other", 6)
+    first = torch.rand(4)
+    torch.manual_seed(0)
+    with tracker.fork():
+        inner = [torch.rand(4)]
+    with tracker.fork("other"):
+        assert torch.equal(torch.rand(4), torch.rand(4, generator=torch.Generator().manual_seed(6)))
+    assert torch.equal(torch.rand(4), first)
+    with tracker.fork():
+        inner.append(torch.rand(4))
+    assert torch.equal(torch.cat(inner), torch.rand(8, generator=torch.Generator().manual_seed(5)))
+    states = tracker.get_states()
+    with pytest.raises(RuntimeError, match="out"), tracker.fork():
+        torch.rand(3)
+        raise RuntimeError("out")
+    tracker.set_states(states)
+    with tracker.fork():
+        assert torch.equal(torch.rand(2), torch.rand(10, generator=torch.Generator().manual_seed(5))[8:])
+    for wrong, said in (
+        (lambda: tracker.add("third", 5), "another stream has seed 5"),
+        (lambda: tracker.add("other", 7), "a stream other already"),
+        (lambda: tracker.fork("none").__enter__(), "no stream none, but model-parallel-rng, other"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            wrong()
+    tracker.reset()
+    tracker.add("other", 5)
+    assert list(tracker.get_states()) == ["other"]
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_fully_sharded_data_parallel(checkpoints: bool) -> None:
+    """The first kind, of Transformer Engine's example: parameters on the meta device, checkpoints of te.distributed, a group for amax."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import always_wrap_policy
+
+    dist, results = torch.distributed, []
+    tracker = te.distributed.CudaRNGStatesTracker()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for sharded in (False, True):
+            torch.manual_seed(0)
+            device = "meta" if sharded else "cpu"
+            net: Any = torch.nn.Sequential(
+                te.Linear(32, 32, device=device, get_rng_state_tracker=lambda: tracker),
+                te.LayerNormMLP(32, 64, device=device, seq_length=8),
+            )
+            if sharded:
+                net = FullyShardedDataParallel(
+                    net, use_orig_params=True, auto_wrap_policy=always_wrap_policy, device_id=torch.device("cpu")
+                )
+                te.distributed.prepare_te_modules_for_fsdp(net)
+                if checkpoints:
+                    wrapper.apply_activation_checkpointing(
+                        net,
+                        checkpoint_wrapper_fn=lambda module: wrapper.checkpoint_wrapper(
+                            module,
+                            checkpoint_fn=te.distributed.checkpoint,
+                            use_reentrant=False,
+                            get_rng_state_tracker=lambda: tracker,
+                        ),
+                        check_fn=lambda module: isinstance(module, (te.Linear, te.LayerNormMLP)),
+                    )
+            optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+            found = []
+            for step in range(3):
+                x = randn(4, 32, seed=step) * 4**step
+                with te.autocast(
+                    recipe=recipe.DelayedScaling(amax_history_len=2), amax_reduction_group=dist.group.WORLD
+                ):
+                    y = net(x)
+                y.square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                found.append(y.detach())
+            results.append(found)
+    finally:
+        dist.destroy_process_group()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and not torch.equal(*results[0][:2])
 
 
 def test_checkpoint_ignores_what_means_nothing_without_reentrance() -> None:

@@ -8,11 +8,13 @@ They are taken where they have their defaults, and where they change nothing in 
 lists what is here.
 """
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
-from fourwave.te import recipe
+from fourwave.te import distributed, recipe
 from fourwave.te.gemm import general_gemm, general_grouped_gemm
-from fourwave.te.missing import instead_of
+from fourwave.te.missing import DotProductAttention, MultiheadAttention, TransformerLayer, instead_of
 from fourwave.te.modules import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from fourwave.te.quantization import (
     autocast,
@@ -28,10 +30,15 @@ from fourwave.te.quantization import (
     quantized_model_init,
 )
 
+# Of scripts that import transformer_engine as te: te.pytorch.Linear, te.common.recipe.Format.
+pytorch = sys.modules[__name__]
+common = SimpleNamespace(recipe=recipe)
+
 __all__ = [
-    "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "RMSNorm", "autocast", "checkpoint", "fp8_autocast",
-    "fp8_model_init", "general_gemm", "general_grouped_gemm", "get_default_recipe", "is_bf16_available",
-    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "quantized_model_init", "recipe",
+    "DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm",
+    "TransformerLayer", "autocast", "checkpoint", "common", "distributed", "fp8_autocast", "fp8_model_init", "general_gemm",
+    "general_grouped_gemm", "get_default_recipe", "is_bf16_available", "is_fp8_available", "is_fp8_block_scaling_available",
+    "is_mxfp8_available", "is_nvfp4_available", "pytorch", "quantized_model_init", "recipe",
 ]  # fmt: skip
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 _SDPA = "torch.nn.functional.scaled_dot_product_attention between te.Linear or te.LayerNormLinear"
 _SEVERAL_RANKS = "there is no tensor parallelism here, and no communication to overlap with; FSDP2 shards parameters"
 _QUANTIZED = "fourwave.quantize makes fourwave.QuantizedTensor, which te.general_gemm takes"
@@ -10,9 +14,6 @@ _PADDING = "te.GroupedLinear takes any number of rows for each expert: leave the
 _RECIPES = "quantizers of one's own are not here; te.recipe and fourwave.recipes have recipes"
 
 _INSTEAD = {
-    "TransformerLayer": f"{_SDPA}, and te.LayerNormMLP",
-    "MultiheadAttention": _SDPA,
-    "DotProductAttention": _SDPA,
     "InferenceParams": _SDPA,
     "RotaryPositionEmbedding": _SDPA,
     "FusedMLAQUpProjRopeQuant": _SDPA,
@@ -30,7 +31,7 @@ _INSTEAD = {
     "ops": "the modules of fourwave.nn, or torch.compile",
     "parallel_cross_entropy": "torch.nn.functional.cross_entropy",
     "onnx_export": "torch.export",
-    "CudaRNGStatesTracker": "torch.cuda.get_rng_state and set_rng_state",
+    "CudaRNGStatesTracker": "te.distributed.CudaRNGStatesTracker",
     "FP8GlobalStateManager": "te.autocast; the state of delayed scaling is in each module (delayed_scale)",
     "initialize_ub": _SEVERAL_RANKS,
     "destroy_ub": _SEVERAL_RANKS,
@@ -52,6 +53,25 @@ _INSTEAD = {
 }
 # Float8Tensor, MXFP8Quantizer, NVFP4TensorStorage, ...
 _FAMILIES = {"Quantizer": _QUANTIZED, "Tensor": _QUANTIZED, "Storage": _QUANTIZED}
+
+
+class _NotHere(torch.nn.Module):
+    """A class that scripts name (in tables of layers, in policies of wrapping) without making one."""
+
+    instead = _SDPA
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"fourwave.te has no {type(self).__name__}; instead: {self.instead}")
+
+
+class DotProductAttention(_NotHere): ...
+
+
+class MultiheadAttention(_NotHere): ...
+
+
+class TransformerLayer(_NotHere):
+    instead = f"{_SDPA}, and te.LayerNormMLP"
 
 
 def instead_of(name: str) -> str:
