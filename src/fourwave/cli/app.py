@@ -131,9 +131,7 @@ def check(
     ] = "sim",
     full: Annotated[
         bool,
-        typer.Option(
-            "--full", help="Of gemm and mxfp4: every combination, not a covering choice. An hour and more."
-        ),
+        typer.Option("--full", help="Of gemm and mxfp4: every combination, not a covering choice. An hour and more."),
     ] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the inputs.")] = 0,
     json: JsonFile = None,
@@ -315,6 +313,12 @@ def sim_command(
         Path | None,
         typer.Option("--expect", metavar="FILE", help="Survivors of --mutate that are known, with reasons."),
     ] = None,
+    waits: Annotated[
+        bool,
+        typer.Option(
+            "--waits", help="Compile each kernel that ran and check its counted waits against the machine code's order."
+        ),
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Run a FlyDSL script written for an AMD GPU on a machine without one, and check its kernels.
@@ -326,5 +330,5 @@ def sim_command(
 
     run(
         script, arguments or [], arch=arch, checks=checks, completion=completion, schedule=schedule, threads=threads,
-        step_limit=step_limit, mutate=mutate, expect=expect, json_file=json_file,
+        step_limit=step_limit, mutate=mutate, expect=expect, waits=waits, json_file=json_file,
     )  # fmt: skip

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fourwave.ops.gemm.problem import GemmProblem
     from fourwave.ops.grouped_gemm.problem import GroupedProblem
     from fourwave.perf.isa import CompiledKernel
-    from fourwave.perf.waits import WaitFinding
+    from fourwave.perf.waits import Matched, WaitFinding
 
     Problem = GemmProblem | GroupedProblem
 Compiled = tuple["Problem", GemmConfig | GroupedConfig, "CompiledKernel"]
@@ -92,22 +92,20 @@ def show_waits(console: Console, problem: Problem, kernel: CompiledKernel) -> li
     """Print how the kernel's own waits for copies stand to the machine code's order."""
     from fourwave.perf import waits
 
-    all_found = []
-    for counter in waits.counters(kernel.arch):
-        source = waits.read_module(kernel.module, kernel.arch, counter)
-        found = waits.compare(source, waits.read_assembly(kernel.text, counter), counter)
-        places = [step.place for node in source for step in node.steps if step.kind == "wait"]
-        listed = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(places)) or "none of its own"
+    return print_waits(console, f"{kernel.arch} {problem.layout}", waits.match(kernel.module, kernel.text, kernel.arch))
+
+
+def print_waits(console: Console, kernel: str, matched: Sequence[Matched]) -> list[WaitFinding]:
+    """A line for each counter and its findings with their listings; returns the findings."""
+    for each in matched:
+        listed = ", ".join(f"{file}:{line}" for file, line in dict.fromkeys(each.places)) or "none of its own"
         console.print(
-            escape(
-                f"waits on {counter}, {kernel.arch} {problem.layout}: {len(places)} ({listed}); {len(found)} findings"
-            ),
+            escape(f"waits on {each.counter}, {kernel}: {len(each.places)} ({listed}); {len(each.findings)} findings"),
             soft_wrap=True,
         )
-        for finding in found:
+        for finding in each.findings:
             console.print(escape(str(finding)), soft_wrap=True)
-        all_found += found
-    return all_found
+    return [finding for each in matched for finding in each.findings]
 
 
 def show_kernels(console: Console, arch: str, compiled: Sequence[Compiled], extra: Extra) -> None:

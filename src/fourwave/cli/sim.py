@@ -1,4 +1,5 @@
-"""fourwave sim: run a FlyDSL script written for a GPU on the simulator, with its checkers; with --mutate, also every planted fault."""
+"""fourwave sim: run a FlyDSL script written for a GPU on the simulator, with its checkers; with --mutate, also every planted fault, with
+--waits, its counted waits against machine code."""
 
 from __future__ import annotations
 
@@ -30,9 +31,11 @@ def run(
     step_limit: int,
     mutate: bool,
     expect: Path | None,
+    waits: bool,
     json_file: Path | None,
 ) -> None:
-    """Exit status: the script's own if not 0; else 1 with findings, with no launch at all, or with survivors that `expect` does not accept; else 0."""
+    """Exit status: the script's own if not 0; else 1 with findings, with no launch at all, with survivors that `expect` does not accept, or with
+    waits that mean something else in machine code or could not be matched; else 0."""
     if script.is_dir():
         con.fail(f"{script} is a directory; name the script in it")
     if not script.is_file():
@@ -75,6 +78,7 @@ def run(
     unexpected: list[Outcome] = []
     if harness is not None:
         unexpected = _show_faults(out, harness, accepted)
+    matched = _show_waits(out, ran) if waits else []
     if ran.processes:
         err.print(
             f"[bold]not checked:[/] what {len(ran.processes)} processes that the script started did ({escape(', '.join(ran.processes[:4]))}"
@@ -87,8 +91,9 @@ def run(
             soft_wrap=True,
         )
     if json_file is not None:
-        con.write_json(json_file, _record(script, arch, ran, harness))
-    raise typer.Exit(status or int(bool(report.findings or unexpected or not report.launches)))
+        con.write_json(json_file, _record(script, arch, ran, harness, matched))
+    failed = any(each.get("failed") or each["findings"] for each in matched)
+    raise typer.Exit(status or int(bool(report.findings or unexpected or failed or not report.launches)))
 
 
 def print_exception(error: Exception, script: Path) -> None:
@@ -97,6 +102,26 @@ def print_exception(error: Exception, script: Path) -> None:
     while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
         frames = frames.tb_next
     traceback.print_exception(type(error), error, frames, file=sys.stderr)
+
+
+def _show_waits(out: Any, ran: Run) -> list[dict[str, Any]]:
+    """Compile each kernel that ran and print how its own waits stand to the machine code's order; a record for each counter."""
+    from fourwave.cli.isa import print_waits
+    from fourwave.perf.waits import match
+
+    records: list[dict[str, Any]] = []
+    out.print(f"\ncounted waits against machine code, {len(ran.kernels)} kernels:", soft_wrap=True)
+    for kernels, name in ran.kernels:
+        of = {"kernel": name, "arch": kernels.arch}
+        try:
+            matched = match(kernels.text, kernels.assembly(), kernels.arch, name)
+        except (RuntimeError, ValueError) as error:
+            out.print(f"[bold red]not matched:[/] {escape(f'{kernels.arch} {name}: {error}')}", soft_wrap=True)
+            records.append(of | {"failed": str(error), "findings": []})
+            continue
+        print_waits(out, f"{kernels.arch} {name}", matched)
+        records += [of | dataclasses.asdict(each) for each in matched]
+    return records
 
 
 def _summary(report: sim.Report) -> str:
@@ -136,7 +161,9 @@ def _show_faults(out: Any, harness: Harness, accepted: dict[str, str]) -> list[O
     return unexpected
 
 
-def _record(script: Path, arch: str, ran: Run, harness: Harness | None) -> dict[str, Any]:
+def _record(
+    script: Path, arch: str, ran: Run, harness: Harness | None, matched: list[dict[str, Any]]
+) -> dict[str, Any]:
     report = ran.report
     record: dict[str, Any] = {
         "script": str(script), "arch": arch, "status": ran.status, "python": sys.version.split()[0],
@@ -144,6 +171,8 @@ def _record(script: Path, arch: str, ran: Run, harness: Harness | None) -> dict[
         "launches": [dataclasses.asdict(x) for x in report.launches],
         "findings": [dataclasses.asdict(x) for x in report.findings],
     }  # fmt: skip
+    if matched:
+        record["waits"] = matched
     if harness is not None:
         record["faults"] = [dataclasses.asdict(x) for x in harness.outcomes]
     return record

@@ -13,8 +13,8 @@ leaves in flight and the second waits for. Register loads and stores count, but 
 gfx1250 has counters that count copies between global memory and LDS alone, the tensor data mover's (tensorcnt) and the lanes' (asynccnt): each is
 checked by itself, with no other operations in its order.
 
-A wait or a copy is known by its source line and its place among those of the same line. Two copies of one line that the compiler exchanged are
-taken for each other.
+A wait or a copy is known by its source line and its place among those of the same line, where the compiler unrolled a loop by the order in which
+they are issued. Two copies of one line that the compiler exchanged are taken for each other.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def counters(arch: str) -> tuple[str, ...]:
     return tuple(_COPY_COUNTERS) if arch == "gfx1250" else ("vmcnt",)
 
 
-_LOOP_PASSES = 5  # more than the pipelines here are deep
+# How often loops are gone round: more often than pipelines are deep, and as often as it takes to follow a loop that the compiler unrolled.
+_LOOP_PASSES = (*range(5, 21), 4, 3, 2, 1)
 _LISTED = 24  # instructions shown before a wait
 
 
@@ -87,8 +88,11 @@ class WaitFinding:
         return "\n".join(lines)
 
 
-def read_module(module: str, arch: str, counter: str = "vmcnt") -> list[Node]:
-    """The blocks of the one kernel in a FlyDSL module before code generation (text with locations), entry first: what `counter` counts."""
+def read_module(module: str, arch: str, counter: str = "vmcnt", kernel: str | None = None) -> list[Node]:
+    """The blocks of a kernel in a FlyDSL module before code generation (text with locations), entry first: what `counter` counts.
+
+    kernel: its name; None: the module's only one
+    """
     from fourwave.backends import guard
 
     guard.import_flydsl()
@@ -114,8 +118,12 @@ def read_module(module: str, arch: str, counter: str = "vmcnt") -> list[Node]:
             for inner in outer.operation.regions[0].blocks[0].operations
             if inner.operation.name == "llvm.func" and "gpu.kernel" in inner.operation.attributes
         ]
+        if kernel is not None:
+            kernels = [k for k in kernels if ir.StringAttr(k[1].attributes["sym_name"]).value == kernel]
         if len(kernels) != 1:
-            raise ValueError(f"{len(kernels)} kernels in the module instead of one")
+            raise ValueError(
+                f"{len(kernels)} kernels{f' named {kernel}' * (kernel is not None)} in the module instead of one"
+            )
         program = lower_kernel(ir, *kernels[0], arch, keep)
     nodes = {block: Node(block.name) for block, _, _ in kept}
     for block, code, successors in kept:
@@ -155,8 +163,11 @@ def _counted(i: Any, place: Place, counter: str) -> Step | None:
     return Step("barrier", place, i.op.lower()) if i.op in ("BARRIER_SIGNAL", "BARRIER_WAIT") else None
 
 
-def read_assembly(text: str, counter: str = "vmcnt") -> list[Node]:
-    """The blocks of the one kernel in an assembly text with .loc directives, entry first: what `counter` counts."""
+def read_assembly(text: str, counter: str = "vmcnt", kernel: str | None = None) -> list[Node]:
+    """The blocks of a kernel in an assembly text with .loc directives, entry first: what `counter` counts.
+
+    kernel: its name; None: the text's first
+    """
     files: dict[str, str] = {}
     place: Place = ("unknown", 0)
     nodes = [Node("entry")]
@@ -165,6 +176,7 @@ def read_assembly(text: str, counter: str = "vmcnt") -> list[Node]:
     fallthrough: dict[Node, Node] = {}
     open_block = True  # the last node still takes instructions
     started = False
+    inside = kernel is None  # the kernel's own lines
 
     def begin(name: str) -> Node:
         node = Node(name)
@@ -177,6 +189,8 @@ def read_assembly(text: str, counter: str = "vmcnt") -> list[Node]:
         code = line.split(";")[0].rstrip()
         if (m := re.match(r'\s+\.file\s+(\d+)\s+(?:"[^"]*"\s+)?"([^"]+)"', code)) is not None:
             files[m[1]] = Path(m[2]).name
+        elif not inside:
+            inside = re.match(rf"{re.escape(kernel or '')}:", code) is not None
         elif (m := re.match(r"\s+\.loc\s+(\d+)\s+(\d+)", code)) is not None:
             place = (files.get(m[1], "unknown"), int(m[2]))
         elif (m := re.match(r"(\.LBB\w+):", code)) is not None:
@@ -214,6 +228,8 @@ def read_assembly(text: str, counter: str = "vmcnt") -> list[Node]:
             elif _ACCESS.match(op):
                 to_lds = re.search(r"\blds\b", operands) is not None or "_lds_" in op
                 node.steps.append(Step("copy" if to_lds else "access", place, " ".join(code.split())))
+    if not inside:
+        raise ValueError(f"no kernel named {kernel} in the assembly")
     for node, target, _ in branches:
         if target not in labels:
             raise ValueError(f"a branch to {target}, which is not in the assembly")
@@ -241,15 +257,15 @@ def _merged(source: Sequence[Node], machine: Sequence[Node]) -> list[Node]:
     return list(nodes.values())
 
 
-def _copies(nodes: Sequence[Node]) -> dict[int, Copy]:
-    """Names of the copies, by id() of their step: line, and number among that line's."""
+def _copies(nodes: Sequence[Node], by_line: bool = False) -> dict[int, Copy]:
+    """Names of the copies, by id() of their step: line, and number among that line's (by_line: always 0)."""
     seen: Counter[Place] = Counter()
     names: dict[int, Copy] = {}
     for node in nodes:
         for step in node.steps:
             if step.kind == "copy":
                 names[id(step)] = (step.place, seen[step.place])
-                seen[step.place] += 1
+                seen[step.place] += not by_line
     return names
 
 
@@ -307,10 +323,17 @@ def _path(nodes: Sequence[Node], passes: int) -> list[Node]:
     return path
 
 
-def _along(nodes: Sequence[Node], sequence: Sequence[Place], issued: Counter[Copy]) -> list[Node] | None:
-    """A path of the machine code whose waits at the places of `sequence` come in this order and that issues each copy as often as `issued`."""
-    names, waited = _copies(nodes), set(sequence)
-    budget = 200_000
+def _along(
+    nodes: Sequence[Node],
+    names: dict[int, Copy],
+    sequence: Sequence[Place],
+    issued: Counter[Copy],
+    through: Node,
+    budget: int,
+) -> list[Node] | None:
+    """A path of the machine code by way of `through` whose waits at the places of `sequence` come in this order and that issues each copy as
+    often as `issued`."""
+    waited = set(sequence)
 
     def advance(
         node: Node, at: int, left: tuple[tuple[Copy, int], ...]
@@ -331,23 +354,25 @@ def _along(nodes: Sequence[Node], sequence: Sequence[Place], issued: Counter[Cop
     start = advance(nodes[0], 0, tuple(issued.items()))
     if start is None:
         return None
-    stack: list[tuple[list[Node], int, tuple[tuple[Copy, int], ...]]] = [([nodes[0]], *start)]
+    stack: list[tuple[list[Node], bool, int, tuple[tuple[Copy, int], ...]]] = [
+        ([nodes[0]], nodes[0] is through, *start)
+    ]
     seen: set[Any] = set()
     while stack and budget:
         budget -= 1
-        path, at, left = stack.pop()
-        key = (path[-1], at, left)
+        path, passed, at, left = stack.pop()
+        key = (path[-1], passed, at, left)
         if key in seen:
             continue
         seen.add(key)
         if not path[-1].successors:
-            if at == len(sequence) and not any(n for _, n in left):
+            if passed and at == len(sequence) and not any(n for _, n in left):
                 return path
             continue
         for following in path[-1].successors:
             moved = advance(following, at, left)
             if moved is not None:
-                stack.append(([*path, following], *moved))
+                stack.append(([*path, following], passed or following is through, *moved))
     return None
 
 
@@ -362,9 +387,8 @@ class _Passed:
     count: int
 
 
-def _run(nodes: Sequence[Node], path: Sequence[Node], places: set[Place]) -> Iterator[_Passed]:
+def _run(names: dict[int, Copy], path: Sequence[Node], places: set[Place]) -> Iterator[_Passed]:
     """Every wait at one of `places` along the path. A copy's instances are numbered as they are issued."""
-    names = _copies(nodes)
     queue: list[tuple[Copy, int] | None] = []  # oldest first; None: a register access
     covered: set[tuple[Copy, int]] = set()
     issued: set[tuple[Copy, int]] = set()
@@ -389,18 +413,35 @@ def _run(nodes: Sequence[Node], path: Sequence[Node], places: set[Place]) -> Ite
                     yield _Passed(step.place, set(covered), set(issued), tuple(listing[-_LISTED:]), step.count)
 
 
-def check(module: str, assembly: str, arch: str) -> list[WaitFinding]:
-    """Match the kernel's own waits for copies with its machine code; [] if every one covers exactly the copies it was meant to.
+@dataclass(frozen=True)
+class Matched:
+    """A kernel's own waits on one counter, by their places, and what of them does not mean in machine code what it means as written."""
+
+    counter: str
+    places: tuple[Place, ...]
+    findings: tuple[WaitFinding, ...]
+
+
+def match(module: str, assembly: str, arch: str, kernel: str | None = None) -> list[Matched]:
+    """Match a kernel's own waits for copies with its machine code, for each counter of arch.
 
     module     FlyDSL's module before code generation, with locations
     assembly   the final ISA with .loc directives (FLYDSL_DEBUG_ENABLE_DEBUG_INFO=1)
-    Raises ValueError for texts that do not hold one kernel, UnknownOperation as the simulator does.
+    kernel     its name; None: the only one
+    Raises ValueError for texts that do not hold the kernel, UnknownOperation as the simulator does.
     """
-    return [
-        finding
-        for counter in counters(arch)
-        for finding in compare(read_module(module, arch, counter), read_assembly(assembly, counter), counter)
-    ]
+    result = []
+    for counter in counters(arch):
+        source = read_module(module, arch, counter, kernel)
+        places = tuple(step.place for node in source for step in node.steps if step.kind == "wait")
+        found = compare(source, read_assembly(assembly, counter, kernel), counter)
+        result.append(Matched(counter, places, tuple(found)))
+    return result
+
+
+def check(module: str, assembly: str, arch: str, kernel: str | None = None) -> list[WaitFinding]:
+    """match()'s findings; [] if every wait covers exactly the copies it was meant to."""
+    return [finding for matched in match(module, assembly, arch, kernel) for finding in matched.findings]
 
 
 def compare(source: Sequence[Node], machine: Sequence[Node], counter: str = "vmcnt") -> list[WaitFinding]:
@@ -409,7 +450,7 @@ def compare(source: Sequence[Node], machine: Sequence[Node], counter: str = "vmc
     if not places:
         return []
     machine = _merged(source, machine)
-    findings = []
+    differ, lost = [], False
     for kind, wanted in (("wait", places), ("copy", None)):
         ours = Counter(s.place for n in source for s in n.steps if s.kind == kind)
         theirs = Counter(
@@ -418,38 +459,60 @@ def compare(source: Sequence[Node], machine: Sequence[Node], counter: str = "vmc
         for place in sorted(ours.keys() | theirs.keys()):
             if ours[place] != theirs[place]:
                 what = {"wait": f"waits on {counter}", "copy": "copies to LDS"}[kind]
-                findings.append(
-                    WaitFinding("unmatched", place, f"{ours[place]} {what} as written, {theirs[place]} in machine code")
-                )
-    if findings:
-        return findings
-    path = _path(source, _LOOP_PASSES)
-    names = _copies(source)
-    sequence = [s.place for n in path for s in n.steps if s.kind == "wait"]
-    issued = Counter(names[id(s)] for n in path for s in n.steps if s.kind == "copy")
-    other = _along(machine, sequence, issued)
-    if other is None:
-        first = next(s.place for n in path for s in n.steps if s.kind == "wait")
-        return [
-            WaitFinding(
-                "unmatched", first, "no path of the machine code passes the same waits and issues the same copies"
-            )
-        ]
-    reported: set[tuple[str, Place]] = set()
-    for written, compiled in zip(_run(source, path, places), _run(machine, other, places), strict=True):
-        missing = written.covered - compiled.covered
-        early = (compiled.covered - written.covered) & written.issued
-        for kind, copies in (("uncovered", missing), ("early", early)):
-            if not copies or (kind, written.place) in reported:
-                continue
-            reported.add((kind, written.place))
-            lines = ", ".join(f"{n} of {p[0]}:{p[1]}" for p, n in sorted(Counter(c[0] for c, _ in copies).items()))
-            if kind == "uncovered":
-                text = f"{counter}({compiled.count}) no longer covers {len(copies)} copies to LDS that it covers as written ({lines}): lower the count, or keep the compiler from moving memory operations"
-            else:
-                text = f"{counter}({compiled.count}), or a wait of the compiler before it, waits for {len(copies)} copies to LDS that may stay in flight as written ({lines})"
-            findings.append(WaitFinding(kind, written.place, text, written.listing, compiled.listing))
-    return findings
+                text = f"{ours[place]} {what} as written, {theirs[place]} in machine code"
+                differ.append(WaitFinding("unmatched", place, text))
+            lost = lost or not ours[place] or not theirs[place]
+    if lost:
+        return differ
+    # Where the compiler unrolled, peeled or merged, a line's copies are known by the order in which they are issued, and every block of the
+    # machine code that holds waits or copies of the path is gone through.
+    names, others = _copies(source, bool(differ)), _copies(machine, bool(differ))
+    left = [n for n in machine if any(s.kind == "copy" or (s.kind == "wait" and s.place in places) for s in n.steps)]
+    left = left if differ else machine[:1]
+    findings: dict[tuple[str, Place], WaitFinding] = {}
+    while left:
+        found = _both(source, machine, names, others, left[0])
+        if found is None:
+            first = next(s.place for s in (*left[0].steps, *(s for n in source for s in n.steps)) if s.kind == "wait")
+            text = "no path of the machine code passes the same waits and issues the same copies"
+            if left[0] is not machine[0]:
+                text += f" by way of its block {left[0].name}"
+            return differ or [WaitFinding("unmatched", first, text)]
+        path, other = found
+        left = [n for n in left[1:] if n not in other]
+        for written, compiled in zip(_run(names, path, places), _run(others, other, places), strict=True):
+            for finding in _differences(written, compiled, counter):
+                findings.setdefault((finding.kind, finding.place), finding)
+    return list(findings.values())
 
 
-__all__ = ["Node", "Step", "WaitFinding", "check", "compare", "read_assembly", "read_module"]
+def _both(
+    source: Sequence[Node], machine: Sequence[Node], names: dict[int, Copy], others: dict[int, Copy], through: Node
+) -> tuple[list[Node], list[Node]] | None:
+    """A path of the source and one of the machine code, by way of a block of its, with the same waits and copies."""
+    for passes in _LOOP_PASSES:
+        path = _path(source, passes)
+        sequence = [s.place for n in path for s in n.steps if s.kind == "wait"]
+        issued = Counter(names[id(s)] for n in path for s in n.steps if s.kind == "copy")
+        budget = 200_000 if passes == _LOOP_PASSES[0] else 20_000
+        if (other := _along(machine, others, sequence, issued, through, budget)) is not None:
+            return path, other
+    return None
+
+
+def _differences(written: _Passed, compiled: _Passed, counter: str) -> Iterator[WaitFinding]:
+    """What a wait covers in one order and not in the other."""
+    missing = written.covered - compiled.covered
+    early = (compiled.covered - written.covered) & written.issued
+    for kind, copies in (("uncovered", missing), ("early", early)):
+        if not copies:
+            continue
+        lines = ", ".join(f"{n} of {p[0]}:{p[1]}" for p, n in sorted(Counter(c[0] for c, _ in copies).items()))
+        if kind == "uncovered":
+            text = f"{counter}({compiled.count}) no longer covers {len(copies)} copies to LDS that it covers as written ({lines}): lower the count, or keep the compiler from moving memory operations"
+        else:
+            text = f"{counter}({compiled.count}), or a wait of the compiler before it, waits for {len(copies)} copies to LDS that may stay in flight as written ({lines})"
+        yield WaitFinding(kind, written.place, text, written.listing, compiled.listing)
+
+
+__all__ = ["Matched", "Node", "Step", "WaitFinding", "check", "compare", "match", "read_assembly", "read_module"]

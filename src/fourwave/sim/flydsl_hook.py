@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
+import json
 import os
 import re
 import threading
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fourwave.backends import guard
 
-from .host import HostInterpreter
+from .host import HostInterpreter, bounds_of, check_sizes
 from .launch import Memory, Simulation
 from .lowering import lower_kernel, prepare_kernel
 from .report import _TEXT, HOST_TENSOR, Finding, Report, SimulationError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from . import Session
 
 TESTED = (0, 5)  # FlyDSL's major and minor version
+_LLVM_OPTIONS = "\n// LLVM options: "  # behind a kept module's text, as JSON
 _active = threading.local()
 _install_lock = threading.Lock()
 _environment_lock = threading.RLock()  # FlyDSL takes its target from os.environ: sessions of several threads take turns
@@ -100,7 +102,7 @@ class Kernels:
         from flydsl._mlir import ir
         from flydsl.compiler.jit_function import _create_mlir_context
 
-        self.ir, self.arch = ir, arch
+        self.ir, self.arch, self.text = ir, arch, text
         self.context = _create_mlir_context()
         with self.context:
             self.module = ir.Module.parse(text)
@@ -136,6 +138,29 @@ class Kernels:
                 self.prepared[name] = prepare_kernel(self.ir, *self.kernels[name], self.arch)
         return self.prepared[name]
 
+    def assembly(self) -> str:
+        """The machine code that FlyDSL would make of the module, with source lines. Raises RuntimeError with LLVM's words where it cannot."""
+        from flydsl._mlir.dialects import gpu
+        from flydsl._mlir.passmanager import PassManager
+        from flydsl.compiler.llvm_options import llvm_options
+
+        ir = self.ir
+        options = self.text.partition(_LLVM_OPTIONS)[2] or "{}"  # FlyDSL's cache may hold modules from before these were kept
+        with ir.Context() as context, llvm_options(json.loads(options)):
+            module = ir.Module.parse(self.text)
+            try:
+                PassManager.parse("builtin.module(gpu-module-to-binary{format=isa})", context).run(module.operation)
+            except ir.MLIRError as error:
+                raise RuntimeError(f"code generation failed: {error}") from error
+            objects = [
+                gpu.ObjectAttr(op.operation.attributes["objects"][0]).object
+                for op in module.body.operations
+                if op.operation.name == "gpu.binary"
+            ]
+        if len(objects) != 1:
+            raise RuntimeError(f"code generation left {len(objects)} modules of kernels instead of one")
+        return objects[0].decode()
+
     def call(self, packed: int, memory: Memory, hosts: list[tuple[int, int, str]]) -> None:
         """Run the host function. hosts: memory of the launcher's arguments that a kernel must not touch: from, to, which argument."""
         with self.lock:
@@ -148,6 +173,7 @@ class Kernels:
     ) -> None:
         session = active()
         assert session is not None
+        check_sizes(kernel, tuple(grid), tuple(block), bounds_of(self.kernels[kernel][1]))
         simulate = Simulation(
             tuple(grid), tuple(block), dynamic_lds, arguments, self.memory, session.options, tuple(cluster)
         )
@@ -155,6 +181,8 @@ class Kernels:
             report = simulate(self.program(kernel, session.options.mutate))
         else:
             report = session.harness(kernel, (id(self), kernel), lambda: self.prepare(kernel), simulate, self.memory)
+        if _tool is not None:
+            _tool.kernels[self.text, kernel] = self
         report.findings = [_of_host(finding, self.hosts) for finding in report.findings]
         add(session, report)
         if report.findings and session.on_finding == "raise":
@@ -243,22 +271,23 @@ def add(session: Session, report: Report) -> None:
 
 
 class _Tool(NamedTuple):
-    """The session of `fourwave sim`, which lasts as long as its script, and its process."""
+    """The session of `fourwave sim`, which lasts as long as its script, its process, and the kernels that ran, by module and name."""
 
     session: Session
     process: int
+    kernels: dict[tuple[str, str], Kernels]
 
 
 _tool: _Tool | None = None
 
 
 @contextlib.contextmanager
-def tool(session: Session) -> Iterator[None]:
+def tool(session: Session) -> Iterator[_Tool]:
     """Count what the block's own sessions launch with `session`, and refuse launches whose report would be lost."""
     global _tool
-    before, _tool = _tool, _Tool(session, os.getpid())
+    before, _tool = _tool, _Tool(session, os.getpid(), {})
     try:
-        yield
+        yield _tool
     finally:
         _tool = before
 
@@ -296,14 +325,16 @@ def _install() -> None:
             if active() is None:
                 return super().pipeline_fragments(compile_hints=compile_hints)
             before_binary, _ = self._pipeline_parts(compile_hints=compile_hints)
+            _active.llvm_options = compile_hints.get("llvm_options") or {}
             return before_binary
 
     class SimulatedArtifact(CompiledArtifact):
-        """A compiled launcher whose text is the lowered module with its source locations."""
+        """A compiled launcher whose text is the lowered module with its source locations, and LLVM's options in a comment."""
 
         def __init__(self, compiled_module: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(compiled_module, *args, **kwargs)
-            self._ir_text = compiled_module.operation.get_asm(enable_debug_info=True)
+            options = json.dumps(getattr(_active, "llvm_options", {}))
+            self._ir_text = compiled_module.operation.get_asm(enable_debug_info=True) + _LLVM_OPTIONS + options
 
         def kernels(self, arch: str) -> Kernels:
             target = re.search(r'#rocdl\.target<[^>]*chip = "(\w+)"', self._ir_text)

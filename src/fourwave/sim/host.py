@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from .ir_types import Array, Float, Int, Ptr, Struct, Type, dwords, field_offset, parse, size_and_align
@@ -35,6 +36,57 @@ def flat_dwords(value: Any, t: Type) -> list[int]:
     if isinstance(t, Array):
         return [d for v in value for d in flat_dwords(v, t.element)]  # type: ignore[arg-type]
     return [value >> (32 * i) & 0xFFFFFFFF for i in range(dwords(t))]
+
+
+DEFAULT_THREADS = 256  # what MLIR compiles a kernel for that states no size (amdgpu-flat-work-group-size "1,256")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a kernel was compiled for. required: its exact workgroup, if it states one; most: threads in one; both by its attributes."""
+
+    required: Dims | None = None
+    most: int = DEFAULT_THREADS
+
+
+def bounds_of(function: Any, default: int = DEFAULT_THREADS) -> Bounds:
+    """Of a lowered kernel (llvm.func). default: threads of one that states nothing."""
+    named = {name: str(function.attributes[name]) for name in map(_attribute_name, function.attributes)}
+    required = named.get("rocdl.reqd_work_group_size") or named.get("gpu.known_block_size")
+    if required is not None:
+        x, y, z = (int(n) for n in re.findall(r"\d+", required.partition(":")[2]))
+        return Bounds((x, y, z), x * y * z)
+    if flat := named.get("rocdl.flat_work_group_size"):
+        return Bounds(None, int(re.findall(r"\d+", flat)[-1]))
+    return Bounds(None, default)
+
+
+def _attribute_name(attribute: Any) -> str:
+    return attribute if isinstance(attribute, str) else attribute.name
+
+
+def check_sizes(kernel: str, grid: Dims, block: Dims, bounds: Bounds) -> None:
+    """Raise ValueError for a launch that HIP refuses, or leaves undefined, by its sizes alone."""
+    if min(*grid, *block) < 0:
+        raise ValueError(
+            f"kernel {kernel} was launched with a grid of {grid} and {block} threads; sizes are not negative"
+        )
+    threads = block[0] * block[1] * block[2]
+    if bounds.required is not None and block != bounds.required:
+        raise ValueError(
+            f"kernel {kernel} was launched with {block} threads; it was compiled for exactly {bounds.required} (known_block_size, or "
+            "Triton's warps), and what another size does is undefined"
+        )
+    if threads > bounds.most:
+        raise ValueError(
+            f"kernel {kernel} was launched with {threads} threads in a workgroup, {block}; it was compiled for at most {bounds.most}, and HIP refuses "
+            "launches larger than that: state known_block_size"
+        )
+    for g, b, axis in zip(grid, block, "xyz"):
+        if g * b >= 1 << 32:
+            raise ValueError(
+                f"kernel {kernel} was launched with {g} workgroups of {b} threads in {axis}, {g * b} in all; HIP refuses 2^32 and more in one dimension"
+            )
 
 
 def _signed(value: int, bits: int) -> int:
@@ -163,7 +215,7 @@ class HostInterpreter:
             groups.append(operands[at : at + size])
             at += size
         # gpu.launch_func: async dependencies, grid x y z, block x y z, cluster x y z, dynamic LDS, kernel operands, async object
-        dims = [values[g[0]] if g else 1 for g in groups[1:10]]
+        dims = [_signed(values[g[0]], parse(str(g[0].type)).bits) if g else 1 for g in groups[1:10]]  # type: ignore[union-attr]
         dynamic = values[groups[10][0]] if groups[10] else 0
         arguments = [flat_dwords(values[a], parse(str(a.type))) for a in groups[11]]
         kernel = re.findall(r"@([\w$.]+)", str(o.attributes["kernel"]))[-1]

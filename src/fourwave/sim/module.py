@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .host import Bounds, bounds_of, check_sizes
 from .ir_types import Float, Int, Ptr, parse
 from .launch import Memory, Options, run
 from .lowering import lower_kernel
@@ -28,7 +29,7 @@ def _context() -> Any:
 
 
 @lru_cache(maxsize=64)
-def _lower(text: str, arch: str) -> tuple[Program, tuple[str, ...]]:
+def _lower(text: str, arch: str) -> tuple[Program, tuple[str, ...], Bounds]:
     from flydsl._mlir import ir
 
     with _context():
@@ -46,7 +47,17 @@ def _lower(text: str, arch: str) -> tuple[Program, tuple[str, ...]]:
         if len(functions) != 1:
             raise ValueError(f"the module defines {len(functions)} kernels; this runs a module that holds one")
         types = tuple(str(a.type) for a in functions[0].regions[0].blocks[0].arguments)
-        return lower_kernel(ir, holder, functions[0], arch), types
+        return lower_kernel(ir, holder, functions[0], arch), types, _bounds(module.operation, functions[0])
+
+
+def _bounds(module: Any, function: Any) -> Bounds:
+    """What the kernel states; a module of Triton's is for its own number of warps, which only its launcher knows otherwise."""
+    attributes = module.attributes
+    warps = next((n for n in ("ttg.total-num-warps", "ttg.num-warps") if n in attributes), None)
+    if warps is None or "ttg.threads-per-warp" not in attributes:
+        return bounds_of(function, default=1024)
+    threads = attributes[warps].value * attributes["ttg.threads-per-warp"].value
+    return Bounds((threads, 1, 1), threads)
 
 
 def _pass(value: Any, text: str, memory: Memory) -> list[int]:
@@ -116,9 +127,10 @@ def run_module(
     grid, block workgroups and threads; an int is the x dimension
     shared      bytes of LDS that the module declares without a size (Triton: attribute ttg.shared)
     options     as fourwave.sim.session's: checks, completion, schedule, threads, workgroups, step_limit, ...
-    Raises UnknownOperation for what the simulator does not model, ValueError for arguments that do not fit.
+    Raises UnknownOperation for what the simulator does not model, ValueError for arguments that do not fit and for sizes that HIP refuses or
+    that the module was not compiled for (known_block_size, Triton's warps).
     """
-    program, types = _lower(text, arch)
+    program, types, bounds = _lower(text, arch)
     given = list(arguments)
     if len(given) < len(types):
         missing = types[len(given) :]
@@ -132,4 +144,6 @@ def run_module(
     known = [field.name for field in fields(Options)]
     if unknown := [name for name in options if name not in known]:
         raise ValueError(f"unknown options {', '.join(unknown)}; the options are {', '.join(known)}")
-    return run(program, _three("grid", grid), _three("block", block), shared, words, memory, Options(**options))
+    sizes = _three("grid", grid), _three("block", block)
+    check_sizes(program.name, *sizes, bounds)
+    return run(program, *sizes, shared, words, memory, Options(**options))

@@ -471,14 +471,15 @@ def _own_modules() -> Iterator[None]:
 
 @dataclass
 class Run:
-    """What a script did: its exit status, the session's report, the exception that ended it; launches in sessions that it opened itself, and
-    the processes that it started, which nothing was checked of."""
+    """What a script did: its exit status, the session's report, the exception that ended it; launches in sessions that it opened itself;
+    the processes that it started, which nothing was checked of; and the kernels that ran (flydsl_hook.Kernels, name)."""
 
     status: int
     report: Any
     error: Exception | None = None
     own_launches: int = 0
     processes: list[str] = field(default_factory=list)
+    kernels: list[tuple[Any, str]] = field(default_factory=list)
 
 
 def execute(path: str | Path, arguments: list[str], arch: str = "gfx950", **options: Any) -> Run:
@@ -500,7 +501,7 @@ def execute(path: str | Path, arguments: list[str], arch: str = "gfx950", **opti
         ours.devices = Allocations
         run = Run(0, report, processes=started)
         with (
-            tool(ours),
+            tool(ours) as ran,
             mock.patch.object(sys, "argv", [str(path), *arguments]),
             mock.patch.object(sys, "path", [str(path.parent.resolve()), *sys.path]),
             mock.patch.object(BaseProcess, "start", start_and_note),
@@ -515,6 +516,7 @@ def execute(path: str | Path, arguments: list[str], arch: str = "gfx950", **opti
             except Exception as error:
                 run.status, run.error = 1, error
         run.own_launches = len(ours.collected)
+        run.kernels = [(kernels, name) for (_, name), kernels in ran.kernels.items()]
     return run
 
 
