@@ -418,6 +418,50 @@ def test_streams_of_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(tracker.get_states()) == ["other"]
 
 
+class Recomputed(torch.autograd.Function):
+    """A checkpoint as Megatron-LM writes them, with Transformer Engine's contexts around its two runs."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with (
+            torch.no_grad(),
+            te.distributed.activation_recompute_forward(activation_recompute=True, recompute_phase=False),
+        ):
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:  # type: ignore[override]
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        again = te.distributed.activation_recompute_forward(activation_recompute=True, recompute_phase=True)
+        with torch.enable_grad(), again:
+            y = ctx.run(x)
+        torch.autograd.backward(y, dy)
+        return None, x.grad
+
+
+def test_checkpoints_of_ones_own() -> None:
+    results: list[Any] = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        mlp: Any = te.LayerNormMLP(32, 64)
+        found: list[Any] = []
+        for step in range(4):
+            x = (randn(4, 32, seed=step) * 4**step).requires_grad_()
+            with te.autocast(recipe=recipe.DelayedScaling(amax_history_len=2)):
+                y = Recomputed.apply(mlp, x) if recomputes else mlp(x)
+            y.square().sum().backward()
+            found += [y.detach(), x.grad, mlp.delayed_scale.clone(), mlp.delayed_amax_history.clone()]
+            with torch.no_grad():
+                mlp.fc1_weight.mul_(2)  # for the weights' amax
+        results.append([*found, *(p.grad for p in mlp.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    before = {name: t.clone() for name, t in mlp.state_dict().items()}
+    mlp.init_fp8_metadata(num_gemms=1)  # of Megatron-LM's hooks: nothing to do
+    assert all(torch.equal(t, before[name]) for name, t in mlp.state_dict().items())
+
+
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_fully_sharded_data_parallel(checkpoints: bool) -> None:
     """The first kind, of Transformer Engine's example: parameters on the meta device, checkpoints of te.distributed, a group for amax."""

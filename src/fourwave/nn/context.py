@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -61,6 +61,7 @@ class Region:
 
 _ACTIVE: contextvars.ContextVar[Region | None] = contextvars.ContextVar("fourwave.autocast", default=None)
 _KEEPS_SCALES: contextvars.ContextVar[Region | None] = contextvars.ContextVar("fourwave.checkpoint", default=None)
+_FIRST_RUN: contextvars.ContextVar[bool] = contextvars.ContextVar("fourwave.first_run", default=False)
 _REPLAYS: contextvars.ContextVar[Region | None] = contextvars.ContextVar("fourwave.recompute", default=None)
 
 
@@ -173,10 +174,12 @@ def in_backward() -> bool:
 def in_reentrant_checkpoint() -> bool:
     """Whether this is the first run of a reentrant checkpoint, which is without gradients although it trains.
 
-    PyTorch does not say so: the frame of its function is looked for on the stack.
+    `first_run` says so; PyTorch does not: the frame of its function is looked for on the stack.
     """
     if torch.is_grad_enabled():
         return False
+    if _FIRST_RUN.get():
+        return True
     import sys
 
     code = torch.utils.checkpoint.CheckpointFunction.forward.__code__
@@ -186,6 +189,16 @@ def in_reentrant_checkpoint() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+@contextlib.contextmanager
+def first_run() -> Iterator[None]:
+    """What runs inside without gradients is the first run of a checkpoint, and trains."""
+    token = _FIRST_RUN.set(True)
+    try:
+        yield
+    finally:
+        _FIRST_RUN.reset(token)
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -8,11 +8,20 @@ from typing import Any
 
 import torch
 
+from fourwave.nn.context import first_run
 from fourwave.te.quantization import checkpoint
 
 Tensor = torch.Tensor
 
-__all__ = ["CudaRNGStatesTracker", "checkpoint", "prepare_te_modules_for_fsdp"]
+__all__ = ["CudaRNGStatesTracker", "activation_recompute_forward", "checkpoint", "prepare_te_modules_for_fsdp"]
+
+
+@contextlib.contextmanager
+def activation_recompute_forward(activation_recompute: bool = False, recompute_phase: bool = False) -> Iterator[None]:
+    """Around both runs of a checkpoint of one's own. The first one, without gradients, counts as training; the second one is known by
+    the backward pass that it is in."""
+    with first_run() if activation_recompute and not recompute_phase else contextlib.nullcontext():
+        yield
 
 
 def prepare_te_modules_for_fsdp(fsdp_root: torch.nn.Module) -> None:

@@ -65,6 +65,9 @@ class _Module(fnn.QuantizedModule):
             self.to_empty(device=_device(None) or "cpu", recurse=False)
         super().reset_parameters()  # type: ignore[misc]
 
+    def init_fp8_metadata(self, num_gemms: int = 1) -> None:
+        """Nothing: the state of delayed scaling is made when it is first needed."""
+
     def need_backward_dw(self) -> bool:
         return self.delay_wgrad_compute
 
