@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
+import threading
 from typing import Any
 
 import pytest
 import torch
-from test_tool import LAUNCHER, invoke
+from test_tool import LAUNCHER, invoke, load
 
 from fourwave import sim
 from fourwave.sim import torch_cuda
@@ -251,6 +253,81 @@ if __name__ == "__main__":
     result = invoke(str(written(tmp_path, RIGHT + code)))
     assert result.exit_code == 0, result.output
     assert "not checked: what 1 processes that the script started did (worker)" in " ".join(result.output.split())
+
+
+LAUNCH = (
+    RIGHT
+    + """
+def launch():
+    x, y = torch.rand(256), torch.empty(256)
+    reverse(x, y)
+    return torch.equal(y, x.flip(0))
+"""
+)
+
+
+class Held(threading.Thread):
+    """A session of another thread, open until leave() is called."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.entered, self.over = threading.Event(), threading.Event()
+        self.start()
+        assert self.entered.wait(60)
+
+    def run(self) -> None:
+        with sim.session("gfx942"):
+            self.entered.set()
+            self.over.wait(60)
+
+    def leave(self) -> None:
+        self.over.set()
+        self.join()
+
+
+def test_a_launch_beside_another_threads_session_says_what_is_wrong(tmp_path):
+    launch = load(written(tmp_path, LAUNCH)).launch
+    held = Held()
+    try:
+        with pytest.raises(
+            RuntimeError, match="session of another thread has FlyDSL compile for gfx942: open a session in this"
+        ):
+            launch()
+    finally:
+        held.leave()
+    with sim.session() as report:
+        assert launch()
+    assert len(report.launches) == 1
+
+
+def test_a_fork_while_another_thread_has_a_session(tmp_path):
+    """The child has the locks and not the thread that held them."""
+    launch = load(written(tmp_path, LAUNCH)).launch
+    with sim.session():
+        assert launch()
+    held = Held()
+    try:
+        child = multiprocessing.get_context("fork").Process(target=simulate_once, args=(launch,))
+        child.start()
+        child.join(60)
+        hung = child.exitcode is None
+        if hung:
+            child.kill()
+        assert not hung and child.exitcode == 0
+    finally:
+        held.leave()
+
+
+def simulate_once(launch) -> None:
+    with sim.session() as report:
+        right = launch()
+    raise SystemExit(0 if right and len(report.launches) == 1 and not report.findings else 3)
+
+
+def test_printf_is_named(tmp_path):
+    text = RIGHT.replace("    lds.values[thread] =", '    fx.printf("{}\\n", thread)\n    lds.values[thread] =')
+    with pytest.raises(sim.UnknownOperation, match=r"script.py:\d+: .*__ockl_printf\w*: that is fx.printf"):
+        run_script(written(tmp_path, text + "reverse(torch.rand(256).cuda(), torch.empty(256).cuda())\n"), [])
 
 
 # torch.cuda

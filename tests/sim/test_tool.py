@@ -487,6 +487,16 @@ def test_the_fixture_skips_where_the_simulator_cannot_run(pytester, monkeypatch)
     result.stdout.fnmatch_lines(["*fourwave.sim cannot run here: no compiler*"])
 
 
+def test_the_fixture_does_not_skip_for_a_mistake(pytester):
+    pytester.makeconftest('pytest_plugins = ["fourwave.sim.pytest_plugin"]')
+    pytester.makepyfile(
+        "import pytest\n@pytest.mark.fourwave_sim(arch='gfx999')\ndef test_it(fourwave_sim):\n    assert False"
+    )
+    result = pytester.runpytest_inprocess("-q", "-p", "no:cacheprovider")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["*gfx999 is not among them*"])
+
+
 def test_examples_are_all_tested():
     elsewhere = {"pretrain"}  # tests/nn/test_examples.py
     names = {p.stem.removesuffix("_fixed") for p in EXAMPLES.glob("*.py")} - elsewhere

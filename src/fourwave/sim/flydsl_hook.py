@@ -22,6 +22,7 @@ import json
 import os
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace as changed
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,6 +43,7 @@ _active = threading.local()
 _install_lock = threading.Lock()
 _environment_lock = threading.RLock()  # FlyDSL takes its target from os.environ: sessions of several threads take turns
 _installed = False
+_translated: weakref.WeakSet[Kernels] = weakref.WeakSet()
 
 
 def active() -> Session | None:
@@ -120,6 +122,7 @@ class Kernels:
                         self.kernels[ir.StringAttr(inner.operation.attributes["sym_name"]).value] = (o, inner.operation)
         self.host = HostInterpreter(ir, hosts[entry], self._launch)
         self.lock = threading.Lock()
+        _translated.add(self)
 
     def program(self, name: str, mutate: Any) -> Any:
         key = name, mutate
@@ -281,6 +284,7 @@ class _Tool(NamedTuple):
 
 
 _tool: _Tool | None = None
+_open: list[Session] = []  # those of whichever thread has its turn
 
 
 @contextlib.contextmanager
@@ -295,14 +299,17 @@ def tool(session: Session) -> Iterator[_Tool]:
 
 
 def _refuse_elsewhere() -> None:
-    """Refuse what `fourwave sim` would not see: launches of the script's other threads and of processes that it forked."""
-    if _tool is None:
-        return
-    if active() is None:
+    """Refuse launches in other threads than the session's, and what `fourwave sim` would not see, those of processes that its script forked."""
+    if active() is None and _tool is not None:
         raise RuntimeError(
             "a kernel launch in another thread than the script's first; fourwave sim serves that one alone, as PyTorch's modes are a thread's own"
         )
-    if os.getpid() != _tool.process:
+    if active() is None and _open:
+        raise RuntimeError(
+            f"a kernel launch while a simulator session of another thread has FlyDSL compile for {_open[-1].arch}: open a session in this thread, "
+            "too, where it launches"
+        )
+    if _tool is not None and os.getpid() != _tool.process:
         raise RuntimeError(
             f"a kernel launch in process {os.getpid()}, a child of the script's; fourwave sim would lose its report: launch in the script's own process"
         )
@@ -464,11 +471,25 @@ def enter(session: Session) -> Iterator[None]:
         _set_environment(wanted)
         stack = _active.__dict__.setdefault("stack", [])
         stack.append(session)
+        _open.append(session)
         try:
             yield
         finally:
+            _open.pop()
             stack.pop()
             _set_environment(before)
+
+
+def _after_fork() -> None:
+    """In a forked child: the threads that held locks are gone."""
+    global _install_lock, _environment_lock
+    _install_lock, _environment_lock = threading.Lock(), threading.RLock()
+    _open[:] = getattr(_active, "stack", [])
+    for kernels in list(_translated):
+        kernels.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _set_environment(values: dict[str, str | None]) -> None:

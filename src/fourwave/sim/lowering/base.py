@@ -171,6 +171,8 @@ class Lowering:
     def fail(self, what: str, o: Any = None) -> UnknownOperation:
         where = describe_frames(list(self.lines)[self.line])
         text = str(o)[:300] if o is not None else ""
+        if "__ockl_printf" in text:
+            what += ": that is fx.printf, which needs a GPU's runtime; take it out, and store what you want to see to a tensor"
         return UnknownOperation(
             f"{where}: the simulator ({self.arch}) does not model {what}" + (f"\n  {text}" if text else "")
         )
