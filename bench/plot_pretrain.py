@@ -13,11 +13,17 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 SPAN = 25  # steps of the running mean
-LAST = 100  # steps whose mean is the final loss
+LAST = 100  # steps whose mean is the final loss in records without a loss on files held out
 
 
 def smooth(losses: list[float]) -> list[float]:
     return [sum(losses[max(0, i - SPAN + 1) : i + 1]) / min(SPAN, i + 1) for i in range(len(losses))]
+
+
+def final(run: dict, recipe: str) -> float:
+    if "held_out" in run:
+        return run["held_out"][recipe]
+    return sum(run["losses"][recipe][-LAST:]) / LAST
 
 
 def main() -> None:
@@ -34,11 +40,12 @@ def main() -> None:
             steps = range(first, len(mean))
             for losses in curves:
                 part.plot(steps, smooth(losses)[first:], color=f"C{number}", linewidth=0.5, alpha=0.35)
-            label = f"{recipe}  {sum(mean[-LAST:]) / LAST:.4f}"
+            label = f"{recipe}  {sum(final(run, recipe) for run in runs) / len(runs):.4f}"
             part.plot(steps, smooth(mean)[first:], color=f"C{number}", linewidth=1.2, label=label)
     axes[0].set(xlabel="step", ylabel=f"nats per byte, mean of {SPAN} steps")
     axes[1].set(xlabel="step", title="second half")
-    axes[1].legend(title=f"recipe, mean of the last {LAST}")
+    what = "loss on files held out" if "held_out" in runs[0] else f"mean of the last {LAST}"
+    axes[1].legend(title=f"recipe, {what}")
     kind = runs[0]["arguments"]["size"]
     figure.suptitle(f"{kind} byte model, {len(mean)} steps, {len(runs)} seeds, {runs[0]['device']}")
     figure.savefig(args.image, dpi=110)

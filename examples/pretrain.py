@@ -5,8 +5,10 @@
     python examples/pretrain.py --moe --recipes bf16,mxfp8             # 4 experts of which 2 see each token
 
 Every recipe starts from the same weights and sees the same data. Recipes: bf16 (unquantized), fp8 (delayed scaling, e4m3 forward
-and e5m2 gradients), current, block, mxfp8, mxfp4 (backward pass in mxfp8), mxfp4all. Embedding, attention, router and the last
-layer stay in bfloat16. On a GPU a step is captured in a CUDA graph. --plot needs matplotlib.
+and e5m2 gradients), current, block, mxfp8, mxfp4 (backward pass in mxfp8), mxfp4all; fp32 (all in float32) tells how far two runs
+without quantization are apart. Embedding, attention, router and the last layer stay in bfloat16. The learning rate falls to zero, and
+what is compared is the loss of the trained model, under its recipe, on files that it has not seen. On a GPU a step is captured in a
+CUDA graph. --plot needs matplotlib.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from torch import nn
 import fourwave as fw
 
 RECIPES = {
+    "fp32": fw.recipes.Unquantized(),
     "bf16": fw.recipes.Unquantized(),
     "fp8": fw.recipes.DelayedScaling(amax_history_len=16),
     "current": fw.recipes.CurrentScaling(),
@@ -36,19 +39,25 @@ RECIPES = {
 }
 # width, layers, heads, width of the MLP, sequence, sequences in a batch
 SIZES = {"tiny": (64, 2, 2, 128, 64, 4), "small": (384, 6, 6, 1024, 256, 32)}
+HELD_OUT = {"tiny": 65_536, "small": 1_000_000}  # bytes, at most
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # data
 
 
-def library_source(limit: int) -> torch.Tensor:
-    """uint8 bytes of the standard library's modules, in the order of their names."""
+def library_source(limit: int, held_out: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """uint8 bytes of the standard library's modules, in the order of their names; every sixteenth file is held out of the first."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    text = b"".join(path.read_bytes() for path in sorted(root.glob("*.py")))
-    if len(text) < 100_000:
-        raise SystemExit(f"{root} has {len(text)} bytes of Python source; this needs 100000 at least")
-    return torch.frombuffer(bytearray(text[:limit]), dtype=torch.uint8)
+    files = [path.read_bytes() for path in sorted(root.glob("*.py"))]
+    texts = (
+        b"".join(file for i, file in enumerate(files) if i % 16 != 8)[:limit],
+        b"".join(files[8::16])[:held_out],
+    )
+    if len(texts[0]) < 100_000 or len(texts[1]) < 8_192:
+        raise SystemExit(f"{root} has {sum(map(len, files))} bytes of Python source; this needs 200000 or so")
+    first, second = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in texts)
+    return first, second
 
 
 def batches(text: torch.Tensor, steps: int, batch: int, sequence: int, seed: int):
@@ -146,13 +155,36 @@ class Model(nn.Module):
 # training
 
 
+def loss_of(model: nn.Module, ids: torch.Tensor, recipe: str) -> torch.Tensor:
+    """Mean cross entropy of each next byte, in nats."""
+    with (
+        torch.autocast(ids.device.type, torch.bfloat16, enabled=recipe != "fp32"),
+        fw.autocast(recipe=RECIPES[recipe]),
+    ):
+        logits = model(ids[:, :-1])
+    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+
+def held_out_loss(model: nn.Module, text: torch.Tensor, batch: int, sequence: int, recipe: str) -> float:
+    """loss_of the whole text, in windows that follow one another."""
+    windows = text[: (len(text) - 1) // sequence * sequence + 1].unfold(0, sequence + 1, sequence)
+    device = next(model.parameters()).device
+    losses = []
+    model.eval()
+    with torch.no_grad():
+        for ids in windows.split(batch):
+            losses.append(loss_of(model, ids.to(device).long(), recipe) * len(ids))
+    model.train()
+    return float(torch.stack(losses).sum()) / len(windows)
+
+
 class Step:
     """One step of training: loss of a batch, gradients, clipping, optimizer. On a GPU it is a CUDA graph after the first few,
     so that the host has next to nothing to do; then `loss` is overwritten by each step."""
 
     EAGER = 3  # steps before the capture, which warm up what must not happen in it
 
-    def __init__(self, model: nn.Module, recipe: fw.recipes.Recipe, lr: float, graph: bool) -> None:
+    def __init__(self, model: nn.Module, recipe: str, lr: float, graph: bool) -> None:
         self.model, self.recipe, self.graph = model, recipe, graph
         device = next(model.parameters()).device
         self.lr = torch.tensor(lr, device=device) if graph else lr
@@ -165,9 +197,7 @@ class Step:
         self.stream = torch.cuda.Stream() if graph else None
 
     def compute(self, ids: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(ids.device.type, torch.bfloat16), fw.autocast(recipe=self.recipe):
-            logits = self.model(ids[:, :-1])
-        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+        loss = loss_of(self.model, ids, self.recipe)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -199,32 +229,31 @@ class Step:
         return self.loss.clone()
 
 
-def train(recipe: str, text: torch.Tensor, args: argparse.Namespace) -> tuple[list[float], float]:
-    """Loss in nats per byte of each step, and seconds."""
+def train(
+    recipe: str, text: torch.Tensor, held_out: torch.Tensor, args: argparse.Namespace
+) -> tuple[list[float], float, float]:
+    """Loss in nats per byte of each step, that of the trained model on held_out, and seconds of training."""
     width, layers, heads, hidden, sequence, batch = SIZES[args.size]
     torch.manual_seed(args.seed)
     model = Model(width, layers, heads, hidden, args.moe).to(args.device)
     on_gpu = torch.device(args.device).type == "cuda"
-    step_of = Step(model, RECIPES[recipe], args.lr, on_gpu and not args.eager)
+    step_of = Step(model, recipe, args.lr, on_gpu and not args.eager)
     warmup = max(1, args.steps // 20)
     losses = []
     start = time.perf_counter()
     for step, ids in enumerate(batches(text, args.steps, batch, sequence, args.seed)):
-        lr = min((step + 1) / warmup, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / max(1, args.steps))))
+        lr = min(
+            (step + 1) / warmup, args.final_lr + (1 - args.final_lr) * 0.5 * (1 + math.cos(math.pi * step / args.steps))
+        )
         losses.append(step_of(ids.to(args.device, non_blocking=True), args.lr * lr))
         if args.every and (step % args.every == 0 or step == args.steps - 1):
             took = time.perf_counter() - start
             print(f"{recipe:>9} step {step:>5} loss {float(losses[-1]):.4f}  {took:.1f} s", flush=True)
-    return torch.stack(losses).tolist(), time.perf_counter() - start
+    values, took = torch.stack(losses).tolist(), time.perf_counter() - start
+    return values, held_out_loss(model, held_out, 8192 // sequence, sequence, recipe), took
 
 
-def final(losses: list[float]) -> float:
-    """Mean of the last tenth: one batch alone says little."""
-    last = losses[-max(1, len(losses) // 10) :]
-    return sum(last) / len(last)
-
-
-def plot(curves: dict[str, list[float]], path: Path, title: str) -> None:
+def plot(curves: dict[str, list[float]], final: dict[str, float], path: Path, title: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -234,9 +263,9 @@ def plot(curves: dict[str, list[float]], path: Path, title: str) -> None:
     for recipe, losses in curves.items():
         span = max(1, len(losses) // 50)
         smooth = [sum(losses[max(0, i - span + 1) : i + 1]) / min(span, i + 1) for i in range(len(losses))]
-        axes.plot(smooth, label=f"{recipe}  {final(losses):.4f}", linewidth=1)
+        axes.plot(smooth, label=f"{recipe}  {final[recipe]:.4f}", linewidth=1)
     axes.set(xlabel="step", ylabel="nats per byte, running mean", title=title)
-    axes.legend(title="recipe, mean of the last tenth")
+    axes.legend(title="recipe, loss on files held out")
     figure.savefig(path, dpi=120)
 
 
@@ -248,9 +277,11 @@ def main() -> None:
     parser.add_argument("--moe", action="store_true", help="experts in place of each MLP")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--eager", action="store_true", help="on a GPU: no CUDA graph")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1e-3, help="the largest; a larger one lets runs end farther apart")
+    parser.add_argument("--final-lr", type=float, default=0.0, help="the last, as a part of --lr")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bytes", type=int, default=8_000_000, help="of source, at most")
+    parser.add_argument("--bytes", type=int, default=8_000_000, help="of source to train on, at most")
+    parser.add_argument("--held-out", type=int, help="of source to compare losses on, at most; default by --size")
     parser.add_argument("--every", type=int, default=20, help="steps between lines; 0: none")
     parser.add_argument("--out", type=Path, help="write the losses as JSON")
     parser.add_argument("--plot", type=Path, help="write the curves as an image")
@@ -258,28 +289,33 @@ def main() -> None:
     names = args.recipes.split(",")
     if unknown := [name for name in names if name not in RECIPES]:
         parser.error(f"{', '.join(unknown)}: the recipes are {', '.join(RECIPES)}")
-    text = library_source(args.bytes)
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: there must be one at least")
+    args.held_out = HELD_OUT[args.size] if args.held_out is None else args.held_out
+    text, held_out = library_source(args.bytes, args.held_out)
     print(
-        f"{len(text)} bytes of source, {args.size} {'MoE' if args.moe else 'dense'} model on {args.device}, {args.steps} steps"
+        f"{len(text)} bytes of source and {len(held_out)} held out, {args.size} {'MoE' if args.moe else 'dense'} model on "
+        f"{args.device}, {args.steps} steps"
     )
-    curves, seconds = {}, {}
+    curves, final, seconds = {}, {}, {}
     for name in names:
-        curves[name], seconds[name] = train(name, text, args)
-    print(f"{'recipe':>9}  mean loss of the last tenth")
-    for name, losses in curves.items():
-        far = f"  {100 * (final(losses) / final(curves['bf16']) - 1):+.2f}% of bf16" if "bf16" in curves else ""
-        print(f"{name:>9}  {final(losses):.4f}{far}")
+        curves[name], final[name], seconds[name] = train(name, text, held_out, args)
+    print(f"{'recipe':>9}  loss on files held out, nats per byte")
+    for name, loss in final.items():
+        far = f"  {100 * (loss / final['bf16'] - 1):+.2f}% of bf16" if "bf16" in final else ""
+        print(f"{name:>9}  {loss:.4f}{far}")
     where = torch.cuda.get_device_name() if torch.device(args.device).type == "cuda" else "CPU"
     if args.out:
         record = {
             "device": where, "torch": torch.__version__, "fourwave": fw.__version__, "python": sys.version.split()[0],
             "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "plot", "device")}, "bytes": len(text),
-            "seconds": seconds, "losses": {name: [round(loss, 5) for loss in losses] for name, losses in curves.items()},
+            "bytes_held_out": len(held_out), "seconds": seconds, "held_out": {name: round(loss, 6) for name, loss in final.items()},
+            "losses": {name: [round(loss, 5) for loss in losses] for name, losses in curves.items()},
         }  # fmt: skip
         args.out.write_text(json.dumps(record) + "\n")
     if args.plot:
         kind = "MoE" if args.moe else "dense"
-        plot(curves, args.plot, f"{args.size} {kind} byte model, {args.steps} steps, {where}")
+        plot(curves, final, args.plot, f"{args.size} {kind} byte model, {args.steps} steps, {where}")
 
 
 if __name__ == "__main__":
