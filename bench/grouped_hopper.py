@@ -433,6 +433,7 @@ def main() -> None:
         "versions": {
             "fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda,
             "nvidia-cutlass-dsl": version("nvidia-cutlass-dsl"), "python": sys.version.split()[0],
+            **{name: sys.modules[name].__version__ for name in ("deep_gemm", "triton") if name in sys.modules},
         },
         "samples": args.samples,
         "summary": summaries,
