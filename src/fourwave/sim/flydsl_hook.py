@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fourwave.backends import guard
 
+from .float_mode import default_float_mode
 from .host import HostInterpreter, bounds_of, check_sizes
 from .launch import Memory, Simulation
 from .lowering import lower_kernel, prepare_kernel
@@ -182,10 +183,13 @@ class Kernels:
         simulate = Simulation(
             tuple(grid), tuple(block), dynamic_lds, arguments, self.memory, session.options, tuple(cluster)
         )
-        if session.harness is None:
-            report = simulate(self.program(kernel, session.options.mutate))
-        else:
-            report = session.harness(kernel, (id(self), kernel), lambda: self.prepare(kernel), simulate, self.memory)
+        with default_float_mode():
+            if session.harness is None:
+                report = simulate(self.program(kernel, session.options.mutate))
+            else:
+                report = session.harness(
+                    kernel, (id(self), kernel), lambda: self.prepare(kernel), simulate, self.memory
+                )
         if _tool is not None:
             _tool.kernels[self.text, kernel] = self
         report.findings = [_of_host(finding, self.hosts) for finding in report.findings]

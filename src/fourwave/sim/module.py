@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .float_mode import default_float_mode
 from .host import Bounds, bounds_of, check_sizes
 from .ir_types import Float, Int, Ptr, parse
 from .launch import Memory, Options, run
@@ -146,4 +147,5 @@ def run_module(
         raise ValueError(f"unknown options {', '.join(unknown)}; the options are {', '.join(known)}")
     sizes = _three("grid", grid), _three("block", block)
     check_sizes(program.name, *sizes, bounds)
-    return run(program, *sizes, shared, words, memory, Options(**options))
+    with default_float_mode():
+        return run(program, *sizes, shared, words, memory, Options(**options))
