@@ -790,9 +790,6 @@ def _why_config_unsupported(problem, config, arch):
         registers += config.tile_m // config.waves_m // 16 * 4 + fragment_bytes(elem_bytes, arch) // 4  # sums, ones
     if registers > REGISTERS - RESERVED:
         return f"at least {registers} registers per lane and {RESERVED} for addresses: there are {REGISTERS}"
-    tiles = -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
-    if (reason := too_many_workgroups(tiles * config.split_k, WORKGROUP)) is not None:
-        return f"tiles of {config.tile_m}x{config.tile_n}, split_k={config.split_k}: {reason}"
     for each, what, dtype, rows, inner in (
         (packed[0], "a", problem.a_dtype, config.tile_m if problem.layout != "NT" else config.tile_k, problem.M if problem.layout == "NT" else problem.K),
         (packed[1], "b", problem.b_dtype, config.tile_n + swiglu * problem.N // 2 if problem.layout == "TN" else config.tile_k, problem.K if problem.layout == "TN" else problem.N),
@@ -805,4 +802,7 @@ def _why_config_unsupported(problem, config, arch):
     ):
         if dtype is not None and config.tile_m * columns * dtype.itemsize >= MAX_TILE_BYTES:
             return f"{what}: {config.tile_m} rows of {columns} elements span {MAX_TILE_BYTES} bytes or more, the limit of a tile"
+    tiles = -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
+    if (reason := too_many_workgroups(tiles * config.split_k, WORKGROUP)) is not None:
+        return f"tiles of {config.tile_m}x{config.tile_n}, split_k={config.split_k}: {reason}"
     return None

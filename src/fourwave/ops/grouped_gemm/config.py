@@ -473,8 +473,6 @@ def _why_config_unsupported(problem: GroupedProblem, config: GroupedConfig, arch
             return f"split_k={config.split_k}: the reduction is split into groups already"
         if config.split_k > MAX_SPLIT_K:
             return f"split_k={config.split_k}: at most {MAX_SPLIT_K}"
-    if (reason := too_many_workgroups(grid_tiles(problem, config) * config.split_k, WORKGROUP)) is not None:
-        return f"tiles of {config.tile_m}x{config.tile_n}, split_k={config.split_k}: {reason}"
     spans = (
         ("a", config.tile_m if problem.a_k_last else config.tile_k, problem.a_shape[-1] * problem.a_dtype.itemsize),
         ("b", config.tile_n if problem.b_k_last else config.tile_k, problem.b_shape[-1] * problem.b_dtype.itemsize),
@@ -483,4 +481,6 @@ def _why_config_unsupported(problem: GroupedProblem, config: GroupedConfig, arch
     for what, rows, row_bytes in spans:
         if rows * row_bytes >= MAX_TILE_BYTES:
             return f"{what}: {rows} rows of {row_bytes} bytes span {MAX_TILE_BYTES} bytes or more, the limit of a tile"
+    if (reason := too_many_workgroups(grid_tiles(problem, config) * config.split_k, WORKGROUP)) is not None:
+        return f"tiles of {config.tile_m}x{config.tile_n}, split_k={config.split_k}: {reason}"
     return None
