@@ -1,4 +1,5 @@
-"""fw.gemm against float64 on every backend: one file, whatever runs it.
+"""fw.gemm on every backend against float64, and against backend `native`: one file, whatever runs it. (Quantized operands against float64:
+test_gemm_quantized.py.)
 
 Every element is compared, outputs start as NaN with guard bytes around, and operands lie in buffers full of NaN. On the
 simulator a finding of its checkers raises, so a passing test has none. Each kind of call is compiled once per process;
@@ -61,6 +62,51 @@ def test_configs(target: Target, layout: str, index: int) -> None:
     case = GemmCase(shape, layout, a_view="offset", b_view="sliced", out_view="sliced")
     check(case, target, config)
     check(replace(case, shape=replace(shape, K=7)), target, config)
+
+
+# What `native` and each other backend are given alike: a, b (None: bfloat16; a dtype: plain operands of it), layouts.
+PAIRS = {
+    "bf16": (BF16, BF16, LAYOUTS),
+    "fp16": (FP16, FP16, ("TN",)),
+    "fp32": (FP32, FP32, ("TN",)),
+    "e4m3 x e5m2": ("fp8_e4m3", "fp8_e5m2", LAYOUTS),
+    "rows": ("fp8_row", "fp8_row", ("TN",)),
+    "blocks": ("fp8_1x128", "fp8_128x128", ("TN",)),
+    "mxfp8": ("mxfp8_e5m2", "mxfp8_e4m3", LAYOUTS),
+}
+
+
+@pytest.mark.parametrize(
+    ("pair", "layout"), [(name, layout) for name, (*_, layouts) in PAIRS.items() for layout in layouts]
+)
+def test_as_native(target: Target, pair: str, layout: str) -> None:
+    """The same operands, tails in M, N and K, bias and activation: apart by no more than both may be from the exact result."""
+    if target.backend == "native":
+        pytest.skip("what the others are compared with")
+    a_kind, b_kind, _ = PAIRS[pair]
+    plain = isinstance(a_kind, torch.dtype)
+    case = GemmCase(by_name("tail all"), layout, a_kind if plain else BF16, fnuz=target.backend == "sim:gfx942")
+    if not plain:
+        case = replace(
+            case, a_format=a_kind, b_format=b_kind, transposed=target.backend == "hopper" and a_kind.startswith("fp8_")
+        )
+    a, b = case.operands(target.device)
+    bias = torch.linspace(-2, 2, case.shape.N, device=target.device)
+    told: dict[str, Any] = {
+        "trans_a": layout == "NT",
+        "trans_b": layout == "TN",
+        "bias": bias,
+        "activation": "silu",
+        "alpha": 0.7,
+    }
+    ours, theirs = (fw.gemm(a, b, out_dtype=FP32, backend=name, **told) for name in (target.backend, "native"))
+    values = [t if isinstance(t, torch.Tensor) else t.dequantize(torch.float64) for t in (a, b)]
+    u_acc = bounds.U_FP32 * (2 if target.backend == "hopper" and a_kind is FP32 else 1)
+    if target.device == "cuda" and case.problem.precision == "fp8":
+        u_acc = bounds.hopper_fp8_u_acc(case.shape.K, promote=True, wide=True)
+    bounds.assert_within(
+        ours, theirs.double(), 2 * bounds.gemm_bound(*values, FP32, u_acc=u_acc, scaled=not plain, **told)
+    )
 
 
 @every_layout
