@@ -65,7 +65,7 @@ def test_configs(target: Target, layout: str, index: int) -> None:
 
 
 # What `native` and each other backend are given alike: a, b (None: bfloat16; a dtype: plain operands of it), layouts.
-PAIRS = {
+PAIRS: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
     "bf16": (BF16, BF16, LAYOUTS),
     "fp16": (FP16, FP16, ("TN",)),
     "fp32": (FP32, FP32, ("TN",)),
@@ -92,20 +92,15 @@ def test_as_native(target: Target, pair: str, layout: str) -> None:
         )
     a, b = case.operands(target.device)
     bias = torch.linspace(-2, 2, case.shape.N, device=target.device)
-    told: dict[str, Any] = {
-        "trans_a": layout == "NT",
-        "trans_b": layout == "TN",
-        "bias": bias,
-        "activation": "silu",
-        "alpha": 0.7,
-    }
+    told: dict[str, Any] = {"trans_a": layout == "NT", "trans_b": layout == "TN"}
+    told |= {"bias": bias, "activation": "silu", "alpha": 0.7}
     ours, theirs = (fw.gemm(a, b, out_dtype=FP32, backend=name, **told) for name in (target.backend, "native"))
-    values = [t if isinstance(t, torch.Tensor) else t.dequantize(torch.float64) for t in (a, b)]
+    a_values, b_values = (t if isinstance(t, torch.Tensor) else t.dequantize(torch.float64) for t in (a, b))
     u_acc = bounds.U_FP32 * (2 if target.backend == "hopper" and a_kind is FP32 else 1)
     if target.device == "cuda" and case.problem.precision == "fp8":
         u_acc = bounds.hopper_fp8_u_acc(case.shape.K, promote=True, wide=True)
     bounds.assert_within(
-        ours, theirs.double(), 2 * bounds.gemm_bound(*values, FP32, u_acc=u_acc, scaled=not plain, **told)
+        ours, theirs.double(), 2 * bounds.gemm_bound(a_values, b_values, FP32, u_acc=u_acc, scaled=not plain, **told)
     )
 
 

@@ -212,7 +212,7 @@ def test_checkpoint_in_compiled_code(recipe: str, kind: str) -> None:
         def forward(self, x: torch.Tensor, kind: str) -> torch.Tensor:
             return CHECKPOINTS[kind](torch.nn.Sequential(self.linear, self.mlp).forward, x)
 
-    results = []
+    results: list[list[Any]] = []
     for each in ("none", kind):
         torch.manual_seed(0)
         net: Any = Net()
@@ -235,7 +235,8 @@ def test_compiled_gradient_checkpointing_of_transformers() -> None:
     config = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=100, use_cache=False
     )  # fmt: skip
-    recipe, results = RECIPES["delayed"], []
+    recipe = RECIPES["delayed"]
+    results: list[list[Any]] = []
     for compiled in (False, True):
         torch.manual_seed(0)
         net: Any = fnn.prepare(fnn.convert(transformers.LlamaForCausalLM(config)), recipe)
