@@ -325,6 +325,7 @@ def test_check_passes_on_all(subject, tmp_path):
 def test_check_covers_every_layout_precision_shape_class_config_and_output(arch, full):
     rows = list(check_plan.rows("gemm", arch, LAYOUTS, check_plan.PRECISIONS, full, seed=0))
     assert len({(row.case, row.config) for row in rows}) == len(rows)
+    assert [str(row.case) for row in rows if why_unsupported(row.case.problem, row.config, arch)] == []
     for layout in LAYOUTS:
         for precision in check_plan.PRECISIONS:
             here = [row for row in rows if row.case.layout == layout and row.case.problem.precision == precision]
