@@ -40,12 +40,10 @@ class Session:
     tracked: list[tuple[int, int]] = field(default_factory=list)
     outputs: list[Written] = field(default_factory=list)
     harness: Any = None  # harness.Harness, harness.Orders, or None
-    devices: Any = (
-        None  # script.Allocations where GPU memory and the host's are told apart; None: kernels may touch every tensor
-    )
-    collected: list[Launch] = field(
-        default_factory=list
-    )  # of `fourwave sim`: launches of sessions that the script opened
+    # script.Allocations where GPU memory and the host's are told apart; None: kernels may touch every tensor.
+    devices: Any = None
+    # Of `fourwave sim`: launches of sessions that the script opened.
+    collected: list[Launch] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[str, str]:

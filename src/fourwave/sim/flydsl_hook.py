@@ -149,9 +149,8 @@ class Kernels:
         from flydsl.compiler.llvm_options import llvm_options
 
         ir = self.ir
-        options = (
-            self.text.partition(_LLVM_OPTIONS)[2] or "{}"
-        )  # FlyDSL's cache may hold modules from before these were kept
+        # FlyDSL's cache may hold modules from before these were kept.
+        options = self.text.partition(_LLVM_OPTIONS)[2] or "{}"
         with ir.Context() as context, llvm_options(json.loads(options)):
             module = ir.Module.parse(self.text)
             try:
