@@ -17,8 +17,9 @@ def activate(x: torch.Tensor, activation: str | None) -> torch.Tensor:
     if activation == "relu":
         return F.relu(x)
     if activation == "gelu":
+        y = F.gelu(x)
         # From 16 on x is the nearest to x * Phi(x); PyTorch's CPU kernel has NaN for inf there, and inf for numbers next to the largest.
-        return torch.where(x > 16, x, F.gelu(x))
+        return torch.where(x > 16, x, y) if x.device.type == "cpu" else y
     if activation == "gelu_tanh":
         return F.gelu(x, approximate="tanh")
     if activation == "silu":
