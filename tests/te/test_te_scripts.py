@@ -356,8 +356,7 @@ def test_recipes_take_accumulators() -> None:
     ("name", "says"),
     [
         ("RotaryPositionEmbedding", "scaled_dot_product_attention"), ("CudaRNGStatesTracker", "te.distributed"),
-        ("make_graphed_callables", "torch.cuda.graph"), ("moe_permute", "MoEMLP"), ("Fp8Padding", "leave the padding out"),
-        ("optimizers", "torch.optim"), ("Float8Tensor", "fourwave.quantize"), ("MXFP8Quantizer", "fourwave.quantize"),
+        ("make_graphed_callables", "torch.cuda.graph"), ("moe_permute", "MoEMLP"), ("optimizers", "torch.optim"), ("Float8Tensor", "fourwave.quantize"), ("MXFP8Quantizer", "fourwave.quantize"),
         ("initialize_ub", "no tensor parallelism"), ("nonsense", "has no attribute 'nonsense'"),
     ],
 )  # fmt: skip

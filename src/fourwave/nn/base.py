@@ -394,8 +394,9 @@ class QuantizedModule(nn.Module):
     def _take_state(
         self, scale: Tensor, history: Tensor, prefix: str, metadata: dict[str, Any], errors: list[str]
     ) -> None:  # fmt: skip
-        version = metadata.get("version")
-        if version is None or version < STATE_VERSION:
+        # safetensors, distributed checkpoints and plain dicts keep no versions.
+        version = metadata.get("version", STATE_VERSION)
+        if version < STATE_VERSION:
             warnings.warn(
                 f"{prefix[:-1] or 'module'}: state of delayed scaling of version {version}; it is read as version {STATE_VERSION}",
                 stacklevel=3,

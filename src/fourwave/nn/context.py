@@ -33,6 +33,7 @@ class Region:
     """One entered autocast.
 
     plan, observe   how modules quantize; whether they record amax although they do not (calibrating)
+    entered         the autocast that it was entered by; None of a module's own recipe
     step            identity of the outermost region: what is in one step
     scales, unread  scales that modules used in the first run of `checkpoint`, and those that the second one has yet to use
     entered_in_backward   by a function that is being recomputed
@@ -47,8 +48,9 @@ class Region:
         reduces: bool = False,
         observe: Plan | None = None,
         outer: Region | None = None,
+        entered: autocast | None = None,
     ) -> None:
-        self.plan, self.observe = plan, observe
+        self.plan, self.observe, self.entered = plan, observe, entered
         self.group, self.reduces = group, reduces
         self.outer = outer
         self.step: Region = self if outer is None else outer.step
@@ -85,6 +87,22 @@ def active(last: Region | None) -> Region | None:
     if not in_backward() or (region is not None and (region.entered_in_backward or region is _REPLAYS.get())):
         return region
     return region if last is None else last
+
+
+def entered() -> autocast | None:
+    """The innermost autocast that this context is in."""
+    region = _ACTIVE.get()
+    return None if region is None else region.entered
+
+
+def quantizes() -> bool:
+    """Whether modules without a recipe of their own quantize in this context."""
+    if torch.compiler.is_compiling():
+        plan = _TRACED.plan
+    else:
+        region = _ACTIVE.get()
+        plan = None if region is None else region.plan
+    return plan is not None and plan.x is not None
 
 
 def traced() -> tuple[Plan | None, Plan | None]:
@@ -136,8 +154,9 @@ class autocast:  # a function to its callers, hence the name
             return self
         outer = _ACTIVE.get()
         region = Region(
-            self._plan, group=self.group, reduces=self.recipe.reduces_amax, observe=self._observe, outer=outer
-        )
+            self._plan, group=self.group, reduces=self.recipe.reduces_amax, observe=self._observe, outer=outer,
+            entered=self,
+        )  # fmt: skip
         if region.reduces and (torch.is_grad_enabled() or region.observe is not None) and not in_backward():
             _reduce_amax(region)
             _look(region)
@@ -222,8 +241,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if surrounding is None:
             return contextlib.nullcontext(), contextlib.nullcontext()
         region = Region(
-            plan, group=surrounding.group, reduces=surrounding.reduces, observe=surrounding.observe, outer=surrounding
-        )
+            plan, group=surrounding.group, reduces=surrounding.reduces, observe=surrounding.observe, outer=surrounding,
+            entered=surrounding.entered,
+        )  # fmt: skip
         region.scales = weakref.WeakKeyDictionary()
         return _Run(region, _KEEPS_SCALES), _Run(region, _REPLAYS)
 

@@ -3,19 +3,21 @@
     import fourwave.te as te                                      # import transformer_engine.pytorch as te
     from fourwave.te.recipe import DelayedScaling, Format         # from transformer_engine.common.recipe import ...
 
+Or `import fourwave.te.pytorch as te` and `from fourwave.te.common.recipe import ...` (paths.py).
+
 Arguments that ask for what is not here (several tensor-parallel ranks, attention) raise NotImplementedError at their first use.
 They are taken where they have their defaults, and where they change nothing in Transformer Engine either. docs/modules.md
 lists what is here.
 """
 
 import sys
-from types import SimpleNamespace
 from typing import Any
 
-from fourwave.te import distributed, recipe
+from fourwave.te import distributed, paths, quantization, recipe
 from fourwave.te.gemm import general_gemm, general_grouped_gemm
 from fourwave.te.missing import DotProductAttention, MultiheadAttention, TransformerLayer, instead_of
 from fourwave.te.modules import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
+from fourwave.te.padding import Fp8Padding, Fp8Unpadding
 from fourwave.te.quantization import (
     autocast,
     checkpoint,
@@ -32,15 +34,16 @@ from fourwave.te.quantization import (
 
 # Of scripts that import transformer_engine as te: te.pytorch.Linear, te.common.recipe.Format.
 pytorch = sys.modules[__name__]
-common = SimpleNamespace(recipe=recipe)
+common = paths.register(pytorch)
+fp8 = quantization  # its older name
 
 __all__ = [
-    "DotProductAttention", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "RMSNorm",
-    "TransformerLayer", "autocast", "checkpoint", "common", "distributed", "fp8_autocast", "fp8_model_init", "general_gemm",
-    "general_grouped_gemm", "get_default_recipe", "is_bf16_available", "is_fp8_available", "is_fp8_block_scaling_available",
-    "is_mxfp8_available", "is_nvfp4_available", "pytorch", "quantized_model_init", "recipe",
+    "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear",
+    "MultiheadAttention", "RMSNorm", "TransformerLayer", "autocast", "checkpoint", "common", "distributed", "fp8_autocast",
+    "fp8_model_init", "general_gemm", "general_grouped_gemm", "get_default_recipe", "is_bf16_available", "is_fp8_available",
+    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "pytorch", "quantized_model_init", "recipe",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    raise AttributeError(instead_of(name))
+    raise AttributeError(instead_of(name) or f"module 'fourwave.te' has no attribute {name!r}")

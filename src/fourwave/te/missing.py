@@ -10,7 +10,6 @@ _SDPA = "torch.nn.functional.scaled_dot_product_attention between te.Linear or t
 _SEVERAL_RANKS = "there is no tensor parallelism here, and no communication to overlap with; FSDP2 shards parameters"
 _QUANTIZED = "fourwave.quantize makes fourwave.QuantizedTensor, which te.general_gemm takes"
 _PERMUTATION = "fourwave.nn.MoEMLP routes tokens to experts and back; torch.argsort and index_select are its parts"
-_PADDING = "te.GroupedLinear takes any number of rows for each expert: leave the padding out"
 _RECIPES = "quantizers of one's own are not here; te.recipe and fourwave.recipes have recipes"
 
 _INSTEAD = {
@@ -18,30 +17,34 @@ _INSTEAD = {
     "RotaryPositionEmbedding": _SDPA,
     "FusedMLAQUpProjRopeQuant": _SDPA,
     "attention": _SDPA,
-    "Fp8Padding": _PADDING,
-    "Fp8Unpadding": _PADDING,
     "moe_permute": _PERMUTATION,
     "moe_permute_with_probs": _PERMUTATION,
     "moe_permute_and_pad_with_probs": _PERMUTATION,
     "moe_unpermute": _PERMUTATION,
     "moe_sort_chunks_by_index": _PERMUTATION,
     "moe_sort_chunks_by_index_with_probs": _PERMUTATION,
+    "permutation": _PERMUTATION,
+    "graph": "torch.cuda.graph of the whole training step, or torch.cuda.make_graphed_callables",
     "make_graphed_callables": "torch.cuda.graph of the whole training step, or torch.cuda.make_graphed_callables",
     "optimizers": "torch.optim, with fused=True",
     "ops": "the modules of fourwave.nn, or torch.compile",
+    "cross_entropy": "torch.nn.functional.cross_entropy",
     "parallel_cross_entropy": "torch.nn.functional.cross_entropy",
     "onnx_export": "torch.export",
     "CudaRNGStatesTracker": "te.distributed.CudaRNGStatesTracker",
-    "FP8GlobalStateManager": "te.autocast; the state of delayed scaling is in each module (delayed_scale)",
     "initialize_ub": _SEVERAL_RANKS,
     "destroy_ub": _SEVERAL_RANKS,
     "UserBufferQuantizationMode": _SEVERAL_RANKS,
+    "cpu_offload": "torch.autograd.graph.save_on_cpu",
     "get_cpu_offload_context": "torch.autograd.graph.save_on_cpu",
     "mark_not_offload": "torch.autograd.graph.save_on_cpu",
     "ManualOffloadSynchronizer": "torch.autograd.graph.save_on_cpu",
     "get_device_compute_capability": "torch.cuda.get_device_capability",
     "get_cudnn_version": "torch.backends.cudnn.version",
     "DType": "torch.dtype: te.general_gemm takes those",
+    "tensor": _QUANTIZED,
+    "float8_tensor": _QUANTIZED,
+    "quantized_tensor": _QUANTIZED,
     "QuantizedTensor": _QUANTIZED,
     "Quantizer": _QUANTIZED,
     "QuantizerRole": _RECIPES,
@@ -74,11 +77,9 @@ class TransformerLayer(_NotHere):
     instead = f"{_SDPA}, and te.LayerNormMLP"
 
 
-def instead_of(name: str) -> str:
-    """What an AttributeError says about a name."""
+def instead_of(name: str) -> str | None:
+    """What an error says about a name of Transformer Engine's; None of others."""
     instead = _INSTEAD.get(name)
     if instead is None and not name.startswith("_"):
         instead = next((text for ending, text in _FAMILIES.items() if name.endswith(ending)), None)
-    if instead is None:
-        return f"module 'fourwave.te' has no attribute {name!r}"
-    return f"fourwave.te has no {name}; instead: {instead}"
+    return None if instead is None else f"fourwave.te has no {name}; instead: {instead}"

@@ -7,6 +7,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
+from fourwave.nn import context
 from fourwave.nn.context import autocast as _autocast
 from fourwave.nn.context import checkpoint as _checkpoint
 from fourwave.recipes import Recipe
@@ -112,3 +115,74 @@ def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 
 def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     return (False, "NVFP4 is not here") if return_reason else False
+
+
+def check_fp8_support() -> tuple[bool, str]:
+    return True, ""
+
+
+check_mxfp8_support = check_fp8_block_scaling_support = check_fp8_support
+
+
+def check_nvfp4_support() -> tuple[bool, str]:
+    return False, "NVFP4 is not here"
+
+
+get_default_fp8_recipe = get_default_recipe
+
+
+class _Manager(type):
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(
+            f"FP8GlobalStateManager has no {name} here: it tells what autocast is in force; the state of delayed scaling is in each module "
+            "(delayed_scale, delayed_amax_history)"
+        )
+
+
+class FP8GlobalStateManager(metaclass=_Manager):
+    """What scripts ask of Transformer Engine's class of this name. There is no state of the process behind it."""
+
+    is_fp8_available = staticmethod(check_fp8_support)
+    is_mxfp8_available = staticmethod(check_mxfp8_support)
+    is_fp8_block_scaling_available = staticmethod(check_fp8_block_scaling_support)
+    is_nvfp4_available = staticmethod(check_nvfp4_support)
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        """Whether modules quantize in the autocast that is in force."""
+        return context.quantizes()
+
+    @staticmethod
+    def is_fp8_calibration() -> bool:
+        entered = context.entered()
+        return entered is not None and entered.calibrating
+
+    @staticmethod
+    def get_fp8_recipe() -> Recipe:
+        """That of the autocast in force, the default one outside."""
+        entered = context.entered()
+        return get_default_recipe() if entered is None else entered.recipe
+
+    @staticmethod
+    def get_fp8_group() -> Any:
+        entered = context.entered()
+        return None if entered is None else entered.group
+
+    @staticmethod
+    def with_fp8_parameters() -> bool:
+        """Parameters of a quantized type are not here."""
+        return False
+
+    with_high_precision_init_val = with_fp8_parameters
+
+    @staticmethod
+    def fp8_graph_capturing() -> bool:
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+    @staticmethod
+    def reset() -> None:
+        """Nothing: what is in force ends with its `with`, and modules keep their own state."""
+
+    @staticmethod
+    def reduce_and_update_fp8_tensors(forward: bool = True) -> None:
+        """Nothing: a module makes scales of what it recorded when its next step begins, and evaluation uses them before."""
