@@ -83,7 +83,8 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """torch.autocast's type where it is on, else x's."""
     kind = x.device.type
     if (
-        torch.amp.is_autocast_available(kind)
+        # PyTorch 2.11 cannot trace the question in a checkpoint.
+        (kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind))
         and torch.is_autocast_enabled(kind)
         and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     ):
