@@ -9,11 +9,15 @@ and e5m2 gradients), current, block, mxfp8, mxfp4 (backward pass in mxfp8), mxfp
 without quantization are apart. Embedding, attention, router and the last layer stay in bfloat16. The learning rate falls to zero, and
 what is compared is the loss of the trained model, under its recipe, on files that it has not seen. On a GPU a step is captured in a
 CUDA graph. --plot needs matplotlib.
+
+Two things beside Llama's let runs differ by precision, not by luck: each position also sees the byte before it, so that copying from
+earlier text takes one layer instead of two, which find each other sooner or later (docs/training.md), and queries and keys are normalized.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import sys
@@ -83,7 +87,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         b, t, width = x.shape
         q, k, v = self.qkv(x).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        q, k = rotate(q), rotate(k)
+        q, k = rotate(F.rms_norm(q, q.shape[-1:])), rotate(F.rms_norm(k, k.shape[-1:]))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(b, t, width))
 
@@ -127,6 +131,7 @@ class Model(nn.Module):
     def __init__(self, width: int, layers: int, heads: int, hidden: int, moe: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, width)
+        self.previous = nn.Embedding(256, width)  # of the byte before
         self.layers = nn.ModuleList()
         for _ in range(layers):
             mlp = (
@@ -144,7 +149,7 @@ class Model(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (math.sqrt(2 * layers) if last else 1))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
+        x = self.embedding(ids) + self.previous(F.pad(ids[:, :-1], (1, 0)))
         for attention, mlp in self.layers:
             x = x + attention(x)
             x = x + mlp(x)
@@ -291,6 +296,11 @@ def main() -> None:
         parser.error(f"{', '.join(unknown)}: the recipes are {', '.join(RECIPES)}")
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: there must be one at least")
+    for path in (args.out, args.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"{path}: there is no folder {path.parent}")
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'fourwave[bench]'")
     args.held_out = HELD_OUT[args.size] if args.held_out is None else args.held_out
     text, held_out = library_source(args.bytes, args.held_out)
     print(

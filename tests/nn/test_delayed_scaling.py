@@ -115,6 +115,32 @@ def test_amax_that_is_not_finite_keeps_the_scale() -> None:
     assert torch.equal(linear.delayed_scale[0], before) and float(before) != 1.0
 
 
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_what_a_step_does_not_see_keeps_its_scale(algo: str) -> None:
+    """Although rows of the history that are smaller than the one that made the scale are still there."""
+    recipe = R.DelayedScaling(amax_history_len=3, amax_compute_algo=algo)
+    linear = fnn.Linear(32, 32)
+    for amax in (8.0, 1.0, 1.0, 0.0, 0.0):
+        with fw.autocast(recipe=recipe):
+            linear(torch.full((4, 32), amax, requires_grad=True)).sum().backward()
+    assert linear.delayed_scale is not None
+    assert float(linear.delayed_scale[0]) == pytest.approx((8.0 if algo == "max" else 1.0) / 448, rel=1e-6)
+
+
+@pytest.mark.parametrize("given", [0.0, float("inf"), float("nan")])
+def test_amax_of_a_function_that_is_no_amax_keeps_the_scale(given: float) -> None:
+    amax = [4.48, given]
+    recipe = R.DelayedScaling(amax_history_len=2, amax_compute_algo=lambda h: torch.full_like(h[0], amax[0]))
+    linear = fnn.Linear(32, 32)
+    for step in range(3):
+        with fw.autocast(recipe=recipe):
+            linear(data(step, 4, 32).requires_grad_()).sum().backward()
+        if step == 1:
+            amax.pop(0)
+    assert linear.delayed_scale is not None
+    torch.testing.assert_close(linear.delayed_scale, torch.tensor([4.48 / 448, 4.48 / 448, 4.48 / 57344]))
+
+
 def test_functions_of_the_recipe_are_called() -> None:
     def amax(history: torch.Tensor) -> torch.Tensor:
         return history.mean(0)
@@ -227,6 +253,37 @@ def test_checkpoint_keeps_scales_over_several_forward_passes() -> None:
     same(train(fnn.checkpoint, steps=6, forwards=3), train(steps=6, forwards=3))
 
 
+@pytest.mark.parametrize("twice", [False, True], ids=["several forward passes", "a module called twice"])
+def test_checkpoint_keeps_scales_of_a_modules_own_recipe(twice: bool) -> None:
+    results = []
+    for run in (plain, fnn.checkpoint):
+        torch.manual_seed(0)
+        linear = fnn.Linear(32, 32, recipe=R.DelayedScaling(amax_history_len=4))
+        for step in range(3):
+            y = torch.zeros(())
+            for i in range(3):
+                x = (data(step * 3 + i, 6, 32) * 4**i).requires_grad_()
+                y = y + (run(linear, run(linear, x) * 8) if twice else run(linear, x)).square().sum()
+            y.backward()
+        assert linear.weight.grad is not None
+        results.append({**state(linear), "grad": linear.weight.grad})
+    same(*results)
+
+
+def test_checkpoint_outside_of_regions_computes_again_without_quantization() -> None:
+    """Although the module was called in a region in between."""
+    grads = []
+    for run in (plain, fnn.checkpoint):
+        torch.manual_seed(0)
+        linear = fnn.Linear(32, 32)
+        x = data(0, 6, 32).requires_grad_()
+        y = run(linear, x)
+        with fw.autocast(recipe=R.MXFP8()):
+            linear(x)
+        grads.append(torch.autograd.grad(y.square().sum(), [x, linear.weight]))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_checkpoint_without_a_region_and_with_a_kept_graph() -> None:
     linear = fnn.Linear(32, 32)
     x = data(0, 4, 32).requires_grad_()
@@ -242,14 +299,31 @@ def test_checkpoint_without_a_region_and_with_a_kept_graph() -> None:
 
 def evaluate(net: Net) -> None:
     before = state(net)
-    with torch.no_grad(), fw.autocast(recipe=R.DelayedScaling(amax_history_len=4)):
-        net(data(99, 6, 32) * 1000, plain, 2)
+    for length in (4, 1, 9):
+        with torch.no_grad(), fw.autocast(recipe=R.DelayedScaling(amax_history_len=length)):
+            net(data(99, 6, 32) * 1000, plain, 2)
     with torch.no_grad(), fw.autocast(recipe=R.MXFP8()):
         net(data(98, 6, 32), plain, 2)
     with torch.no_grad():
         net(data(97, 6, 32), plain, 2)
     after = state(net)
     same({n: t for n, t in after.items() if n in before}, before)
+
+
+@pytest.mark.parametrize("length", [1, 2, 9])
+def test_evaluation_with_another_length_cuts_or_pads_what_it_reads(length: int) -> None:
+    trained = fnn.Linear(32, 32, bias=False)
+    for step in (4, 3, 0):  # the largest is the oldest
+        with fw.autocast(recipe=R.DelayedScaling(amax_history_len=4)):
+            trained(data(step, 6, 32).requires_grad_()).sum().backward()
+    cut = fnn.prepare(copy.deepcopy(trained), R.DelayedScaling(amax_history_len=length))
+    before = state(trained)
+    with torch.no_grad(), fw.autocast(recipe=R.DelayedScaling(amax_history_len=length)):
+        y = trained(data(9, 6, 32))
+        assert torch.equal(y, cut(data(9, 6, 32)))
+    with torch.no_grad(), fw.autocast(recipe=R.DelayedScaling(amax_history_len=4)):
+        assert torch.equal(y, trained(data(9, 6, 32))) == (length == 9)
+    same(state(trained), before)
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled", "loaded", "calibrated", "calibrated without gradients"])
@@ -466,6 +540,44 @@ def test_regions_nest() -> None:
         with same_region, same_region:
             assert torch.equal(linear(x), mx)
     assert torch.equal(linear(x), plain_y)
+
+
+def test_a_region_as_a_decorator() -> None:
+    """Each call is a region of its own, and so a step."""
+    recipe = R.DelayedScaling(amax_history_len=4)
+    results = []
+    for decorated in (False, True):
+        torch.manual_seed(0)
+        linear = fnn.Linear(32, 32)
+
+        def run(x: torch.Tensor, *, twice: bool, module: Any = linear) -> torch.Tensor:
+            """What it does."""
+            y = module(x) * (2 if twice else 1)
+            return run(y, twice=False) if twice else y
+
+        def within(x: torch.Tensor, *, twice: bool, inner: Any = run) -> torch.Tensor:
+            with fw.autocast(recipe=recipe):
+                return inner(x, twice=twice)
+
+        call = fw.autocast(recipe=recipe)(run) if decorated else within
+        for step in range(3):
+            call(data(step, 4, 32).requires_grad_(), twice=step == 1).sum().backward()
+        results.append(linear.state_dict())
+        assert not decorated or call.__doc__ == "What it does."
+    assert all(torch.equal(t, results[1][name]) for name, t in results[0].items())
+    assert fw.autocast(enabled=False)(lambda: fnn.context.quantizes())() is False
+    assert fw.autocast()(lambda: fnn.context.quantizes())() is True and not fnn.context.quantizes()
+
+
+@pytest.mark.parametrize("name", ["enabled", "calibrating"])
+@pytest.mark.parametrize("value", [R.MXFP8(), None, "True", torch.tensor(True)], ids=str)
+def test_flags_of_a_region_are_flags(name: str, value: Any) -> None:
+    """A recipe that comes first would switch quantization on, by the default recipe."""
+    with pytest.raises(ValueError, match=f"{name} is .*; it must be True or False, and a recipe comes by name"):
+        fw.autocast(**{name: value})
+    if name == "enabled":
+        with pytest.raises(ValueError, match="enabled is"):
+            fw.autocast(value)
 
 
 def test_nested_regions_are_one_step() -> None:

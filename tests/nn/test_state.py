@@ -92,12 +92,14 @@ def test_history_of_another_length_is_cut_or_padded(length: int) -> None:
     kept = min(length, 4) - 1
     assert torch.equal(got[length - kept :], history[4 - kept :])  # the newest of the others, at the end
     assert not got[1 : length - kept].any()
-    # A module without state takes the checkpoint's length; a recipe of another length changes it when it is used.
+    # A module without state takes the checkpoint's length; a recipe of another length changes it, but not in an evaluation.
     fresh = fnn.Linear(32, 32)
     fresh.load_state_dict(state)
     assert torch.equal(fresh.delayed_amax_history, history)  # type: ignore[arg-type]
     with torch.no_grad(), fw.autocast(recipe=R.DelayedScaling(amax_history_len=length)):
         fresh(torch.zeros(1, 32))
+    assert torch.equal(fresh.delayed_amax_history, history)  # type: ignore[arg-type]
+    fnn.prepare(fresh, R.DelayedScaling(amax_history_len=length))
     assert torch.equal(fresh.delayed_amax_history, got)  # type: ignore[arg-type]
 
 

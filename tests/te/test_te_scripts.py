@@ -166,6 +166,33 @@ def test_delayed_wgrad_and_its_hooks() -> None:
     module.backward_dw()
     assert len(seen) == 1 and seen[0] is module.weight.grad
     torch.testing.assert_close(seen[0], torch.ones(4, 32).mT @ x)
+    with pytest.raises(RuntimeError, match="no backward pass waits"):
+        module.backward_dw()
+    assert len(seen) == 1
+    module.weight.requires_grad_(False)
+    module.backward_dw()
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("frozen", [None, "fc1_weight", "fc2_weight"])
+def test_delayed_wgrad_is_that_of_the_earliest_backward_pass(frozen: str | None) -> None:
+    """Schedules put a call of backward_dw after each backward pass of another microbatch."""
+    torch.manual_seed(0)
+    module, plain = te.LayerNormMLP(32, 48, delay_wgrad_compute=True), te.LayerNormMLP(32, 48)
+    plain.load_state_dict(module.state_dict())
+    if frozen is not None:
+        getattr(module, frozen).requires_grad_(False)
+    names = [name for name in ("fc1_weight", "fc2_weight") if name != frozen]
+    outputs = [module(randn(4, 32, seed=seed)) for seed in range(3)]
+    for seed in (2, 0, 1):  # not the order of the forward passes
+        outputs[seed].square().sum().backward()
+    for seed in (2, 0, 1):
+        module.backward_dw()
+        plain(randn(4, 32, seed=seed)).square().sum().backward()
+        for name in names:
+            torch.testing.assert_close(getattr(module, name).grad, getattr(plain, name).grad, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match="no backward pass waits"):
+        module.backward_dw()
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,6 @@ class QuantizedModule(nn.Module):
         """What belongs to this process and is neither saved nor copied."""
         self._last: context.Region | None = None  # region of the last call outside a backward pass
         self._step: Any = None  # step of the last recorded training call
-        # Whether the newest row of the history may hold amax that the scales do not know: so after loading, too.
-        self._recorded = True
         self._evaluated: EvaluationScales | None = None
         self._captured = False  # a training step in a CUDA graph, whose replay moves no version counter
 
@@ -96,7 +94,7 @@ class QuantizedModule(nn.Module):
         state = self.__dict__.copy()
         for name in ("_last", "_step", "_evaluated"):
             state[name] = None
-        state["_recorded"], state["_captured"] = True, False
+        state["_captured"] = False
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -142,7 +140,6 @@ class QuantizedModule(nn.Module):
             if self.rounding_seed is not None:
                 device, self.rounding_seed = self.rounding_seed.device, None
                 self._make_seed(device)
-        self._recorded = True
 
     # -- the recipe of a call
 
@@ -169,26 +166,25 @@ class QuantizedModule(nn.Module):
         stateful = plan if plan.delayed else region.observe
         if stateful is None:
             return Step(plan, fnuz=fnuz, backend=backend, seed=self._make_seed(device) if plan.stochastic else None)
-        self._allocate(stateful.history, device)
-        assert self.delayed_scale is not None and self.delayed_amax_history is not None
         # Calibrating is done without gradients, too.
         trains = not recomputed and (
             torch.is_grad_enabled() or region.observe is not None or context.in_reentrant_checkpoint()
         )
+        if trains or self.delayed_scale is None:
+            self._allocate(stateful.history, device)
+        assert self.delayed_scale is not None and self.delayed_amax_history is not None
         if trains:
             self._captured = self._captured or _capturing(device)
             if self._step is not region.step:
                 self._step = region.step
-                if self._recorded:
-                    self._update(stateful, fnuz)
+                self._update(stateful, fnuz)
                 context.joins(self, region)
-            self._recorded = True
         scales = context.kept_scales(self) if recomputed else None
         if scales is None:
             if recomputed or trains:
                 scales = spaced(self.delayed_scale)
             else:
-                scales = self._evaluation_scales(stateful, fnuz, self._recorded and self._step is not region.step)
+                scales = self._evaluation_scales(stateful, fnuz, self._step is not region.step)
             context.keep_scales(self, scales)
         history = self.delayed_amax_history if trains or torch.is_grad_enabled() else None
         return Step(plan, scales, history, trains, region.observe is not None, fnuz, backend)
@@ -241,14 +237,14 @@ class QuantizedModule(nn.Module):
         scale, history = self._next_scale(plan, fnuz), self._next_history(plan)
         self.delayed_scale.copy_(scale)
         self.delayed_amax_history.copy_(history)
-        if not torch.compiler.is_compiling():
-            self._recorded = False
 
     @torch.no_grad()
     def _next_scale(self, plan: Plan, fnuz: bool) -> Tensor:
         """Scale of the next step."""
         scale, history = self.delayed_scale, self.delayed_amax_history
         assert scale is not None and history is not None
+        if len(history) != plan.history:  # of an evaluation
+            history = resized(history, plan.history)
         newest = history[0]
         if callable(plan.algo):
             amax = plan.algo(history).clone()
@@ -313,8 +309,8 @@ class QuantizedModule(nn.Module):
         return scales
 
     def delayed_recorded(self) -> None:
-        """The history's newest row was written by someone else: the next step makes scales of it."""
-        self._recorded, self._evaluated = True, None
+        """Scale or history were written in a way that moves no version counter: evaluation makes its scales anew."""
+        self._evaluated = None
 
     # -- saving and loading
 
@@ -425,7 +421,6 @@ class QuantizedModule(nn.Module):
         with torch.no_grad():
             self.delayed_scale.copy_(scale)
             self.delayed_amax_history.copy_(resized(history, length))
-        self._recorded = True
 
 
 def spaced(scale: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -84,7 +85,7 @@ def active(last: Region | None) -> Region | None:
     A backward pass runs in other threads, and after the region was left.
     """
     region = _ACTIVE.get()
-    if not in_backward() or (region is not None and (region.entered_in_backward or region is _REPLAYS.get())):
+    if not in_backward() or _REPLAYS.get() is not None or (region is not None and region.entered_in_backward):
         return region
     return region if last is None else last
 
@@ -121,7 +122,8 @@ class autocast:  # a function to its callers, hence the name
     Regions nest, the innermost one counts. One region is one step of delayed scaling: enter it for each forward pass, not once for
     a training loop. The backward pass may run inside or outside. Activation checkpointing, reentrant or not, finds the
     region of the first run again; where several forward passes precede a backward pass, use `fourwave.nn.checkpoint`, which also
-    keeps the scales of each. Code compiled by torch.compile takes the region entered last in the process.
+    keeps the scales of each. Code compiled by torch.compile takes the region entered last in the process. As a decorator,
+    ``@fw.autocast(recipe=...)``, each call of the function is a region.
     """
 
     def __init__(
@@ -131,6 +133,11 @@ class autocast:  # a function to its callers, hence the name
         amax_reduction_group: Any = None,
         calibrating: bool = False,
     ) -> None:
+        for name, flag in (("enabled", enabled), ("calibrating", calibrating)):
+            if not isinstance(flag, (bool, int)):
+                raise ValueError(
+                    f"{name} is {flag!r}; it must be True or False, and a recipe comes by name: recipe=..."
+                )
         if recipe is None:
             recipe = CurrentScaling()
         if not isinstance(recipe, Recipe):
@@ -141,6 +148,14 @@ class autocast:  # a function to its callers, hence the name
             raise ValueError(f"calibrating=True with {recipe}: only DelayedScaling keeps what it would record")
         self._plan = plan if enabled else UNQUANTIZED
         self._observe = plan if calibrating and not enabled else None
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with autocast(self.enabled, self.recipe, self.group, self.calibrating):
+                return function(*args, **kwargs)
+
+        return run
 
     def __enter__(self) -> autocast:
         if torch.compiler.is_compiling():
@@ -234,18 +249,17 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             function, *args, use_reentrant=False, context_fn=_compiled_contexts, **kwargs
         )
     surrounding = _ACTIVE.get()
-    plan = UNQUANTIZED if surrounding is None else surrounding.plan
 
     def contexts() -> tuple[Any, Any]:
-        # A region of its own, of the same step, so that two checkpoints of one module do not share scales.
-        if surrounding is None:
-            return contextlib.nullcontext(), contextlib.nullcontext()
-        region = Region(
-            plan, group=surrounding.group, reduces=surrounding.reduces, observe=surrounding.observe, outer=surrounding,
+        # A region of its own, of the same step, so that two checkpoints of one module do not share scales. Without one around it only
+        # remembers scales, and modules go by their own recipes.
+        region = Region(UNQUANTIZED) if surrounding is None else Region(
+            surrounding.plan, group=surrounding.group, reduces=surrounding.reduces, observe=surrounding.observe, outer=surrounding,
             entered=surrounding.entered,
         )  # fmt: skip
         region.scales = weakref.WeakKeyDictionary()
-        return _Run(region, _KEEPS_SCALES), _Run(region, _REPLAYS)
+        active = surrounding is not None
+        return _Run(region, _KEEPS_SCALES, active), _Run(region, _REPLAYS, active)
 
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -285,13 +299,13 @@ def _compiled_contexts() -> Any:
 
 
 class _Run:
-    """A run of a checkpointed function: its region is active, and `variable` says which run it is."""
+    """A run of a checkpointed function: its region is active, if it is to be, and `variable` says which run it is."""
 
-    def __init__(self, region: Region, variable: contextvars.ContextVar[Region | None]) -> None:
-        self.region, self.variable = region, variable
+    def __init__(self, region: Region, variable: contextvars.ContextVar[Region | None], active: bool) -> None:
+        self.region, self.variable, self.active = region, variable, active
 
     def __enter__(self) -> None:
-        self._tokens = (_ACTIVE.set(self.region), self.variable.set(self.region))
+        self._tokens = (_ACTIVE.set(self.region if self.active else None), self.variable.set(self.region))
         if self.variable is _REPLAYS and self.region.scales is not None:
             # A second backward pass through a kept graph recomputes again: each run starts with all of them.
             self.region.unread = {module: list(scales) for module, scales in self.region.scales.items()}

@@ -199,8 +199,12 @@ class LinearBase(QuantizedModule):
         return "".join(f", {part}" for part in parts)
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that delay_wgrad_compute put off, and add them to .grad or main_grad."""
-        waiting, self._delayed[:] = list(self._delayed), []
+        """Compute the weight gradients that delay_wgrad_compute put off, of all backward passes, and add them to .grad or main_grad."""
+        self._run_delayed(len(self._delayed))
+
+    def _run_delayed(self, count: int) -> None:
+        """The first `count` of them."""
+        waiting, self._delayed[:] = self._delayed[:count], self._delayed[count:]
         with torch.no_grad():
             for weight, wgrad in waiting:
                 dw, _ = wgrad.run()

@@ -80,9 +80,18 @@ class _Module(fnn.QuantizedModule):
         self._after_wgrad.append(wgrad_accumulation_and_reduce_hook)
 
     def backward_dw(self) -> None:
+        """Of one backward pass, the earliest that waits."""
         if not self.need_backward_dw():
             return
-        super().backward_dw()  # type: ignore[misc]
+        waiting: Any = self._delayed
+        if not waiting and any(weight.requires_grad for weight in self.parameters(recurse=False) if weight.dim() > 1):
+            raise RuntimeError(
+                "backward_dw: no backward pass waits for its weight gradients; each call computes those of one"
+            )
+        # A pass puts off one product of each linear layer, at most.
+        slots = [wgrad.call.slot for _, wgrad in waiting]
+        count = next((i for i, slot in enumerate(slots) if slot in slots[:i]), len(slots))
+        self._run_delayed(count)  # type: ignore[operator]
         for hook in self._after_wgrad:
             hook()
 
