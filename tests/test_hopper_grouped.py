@@ -229,6 +229,17 @@ def test_many_tiles_for_each_cta(shape: tuple[str, int, int, int]) -> None:
     run_case(case, config_of(case.problem("cuda"), shape))
 
 
+@on_gpu
+@pytest.mark.parametrize("layout", ["rows", "groups"])
+@pytest.mark.parametrize("config", [{"lag": 0}, {"lag": 1}, {"lag": 2}, {"last_halves": False}], ids=str)
+@pytest.mark.parametrize("sizes", ["many", "odd", "257 of 1"])
+def test_orders_of_tiles_and_consumers(sizes: str, config: dict[str, Any], layout: str) -> None:
+    """Tiles of 256 rows: those with few rows come last, consumer 1 starts late; groups with and without such tiles."""
+    many = (70, 1, 0, 333, 129, 500, 128, 256, 257, 384, 385, 1)
+    case = replace(BLOCKS, sizes=many if sizes == "many" else SIZES[sizes], K=1100, scale_layout=layout)
+    run_case(case, replace(rows_tile(case.problem("cuda"), 256, 128), **config))
+
+
 def quantized(sizes: list[int], N: int, K: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
     random = torch.Generator("cuda").manual_seed(seed)
     a = torch.randn(sum(sizes), K, device="cuda", generator=random).to(E4M3)

@@ -1,7 +1,8 @@
 """Groups of rows whose sizes only the device knows: where each begins, which tile is whose, scales on their way to shared memory.
 
 `build` makes a table in shared memory from m_sizes: for each group the row past its last and the number of the tile past its
-last. Tiles are numbered group by group. `find` searches it, 32 groups at a time, from a group that is not past the tile's.
+last. Tiles are numbered group by group, or first those with many rows, group by group, and then those with few: so what is left for the
+last CTAs is small. `find` searches it, 32 groups at a time, from a group that is not past the tile's.
 Sizes below zero count as 0, and no group reaches past `rows`, so that no number in the table leaves the operands.
 """
 
@@ -38,9 +39,13 @@ def _size(sizes: cute.Pointer, g: Int32, G: Int32, rows: Int32):
 @cute.jit
 def build(
     sizes: cute.Pointer, G: Int32, rows: Int32, tile_rows: cutlass.Constexpr, per_row: Int32, row_end: cute.Pointer,
-    tile_end: cute.Pointer, lane: Int32,
+    tile_end: cute.Pointer, lane: Int32, halves: cutlass.Constexpr = False,
 ):  # fmt: skip
-    """One warp. per_row: tiles side by side in `tile_rows` rows of a group. row_end [G], tile_end [G + 32, rounded up]."""
+    """One warp. per_row: tiles side by side in `tile_rows` rows of a group. row_end [G], tile_end [G + 32], both rounded up to 32.
+
+    halves  tiles that have no more than half of their rows come last: tile_end [2 G + 32, rounded up], where group g is found for
+            those as number `rest(G)` + g
+    """
     row = Int32(0)
     tile = Int32(0)
     size = _size(sizes, lane, G, rows)
@@ -51,16 +56,51 @@ def build(
         before = cute.arch.shuffle_sync_up(end, 1)
         if lane == 0:
             before = row
-        tiles = tile + _scan((end - before + (tile_rows - 1)) // tile_rows * per_row, Int32(NONE), lane)
+        count = (end - before + (tile_rows - 1)) // tile_rows
+        if cutlass.const_expr(halves):
+            count = whole(end - before, tile_rows)
+        tiles = tile + _scan(count * per_row, Int32(NONE), lane)
+        past = Int32(NONE)
+        if cutlass.const_expr(halves):
+            past = tiles
         if g < G:
             row_end[g] = end
             tile_end[g] = tiles
         else:
-            tile_end[g] = Int32(NONE)
+            tile_end[g] = past
         row = cute.arch.shuffle_sync(end, LANES - 1)
         tile = cute.arch.shuffle_sync(tiles, LANES - 1)
         size = ahead
-    tile_end[(G + LANES - 1) // LANES * LANES + lane] = Int32(NONE)
+    last = rest(G)
+    if cutlass.const_expr(halves):
+        cute.arch.sync_warp()
+        for chunk in cutlass.range(cute.ceil_div(G, LANES), unroll=1):
+            g = chunk * LANES + lane
+            count = Int32(0)
+            if g < G:
+                size = row_end[g] - start_of(row_end, g)
+                if size > whole(size, tile_rows) * tile_rows:
+                    count = per_row
+            tiles = tile + _scan(count, Int32(NONE), lane)
+            if g < G:
+                tile_end[last + g] = tiles
+            else:
+                tile_end[last + g] = Int32(NONE)
+            tile = cute.arch.shuffle_sync(tiles, LANES - 1)
+        last = 2 * last
+    tile_end[last + lane] = Int32(NONE)
+
+
+@cute.jit
+def whole(size: Int32, tile_rows: cutlass.Constexpr):
+    """Tiles of a group that have more than half of their rows."""
+    return (size + (tile_rows // 2 - 1)) // tile_rows
+
+
+@cute.jit
+def rest(G: Int32):
+    """Number of group 0 where `build` has its tiles with few rows."""
+    return (G + LANES - 1) // LANES * LANES
 
 
 @cute.jit

@@ -78,6 +78,10 @@ class GroupedGemm:
     promote: bool
     vector: bool
     overlap: bool
+    lag: int = 0
+    last_halves: bool = False
+    store_columns: int = 0
+    skip: bool = False
 
     @property
     def blocks(self) -> bool:
@@ -127,7 +131,9 @@ class GroupedGemm:
 
     @property
     def writer(self) -> RowsStore:
-        return RowsStore(self.out_dtype, self.bias_dtype, self.b_scaling == "row", self.vector)
+        return RowsStore(
+            self.out_dtype, self.bias_dtype, self.b_scaling == "row", self.vector, columns=self.store_columns
+        )
 
     @cute.jit
     def __call__(
@@ -180,13 +186,14 @@ class GroupedGemm:
             full: cute.struct.MemRange[Int64, self.num_stages]
             empty: cute.struct.MemRange[Int64, self.num_stages]
             row_end: cute.struct.MemRange[Int32, self.groups]
-            tile_end: cute.struct.MemRange[Int32, self.groups + 32]
+            tile_end: cute.struct.MemRange[Int32, self.groups * (2 if self.last_halves else 1) + 32]
             a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
             b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, cute.cosize(layout_b)], SMEM_ALIGN]
             scales: cute.struct.Align[
                 cute.struct.MemRange[Float32, self.num_stages * self.scales.pitch if self.blocks else 4], 16
             ]
             row_scales: cute.struct.Align[cute.struct.MemRange[Float32, self.bulk_elements], 128]
+            out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, 8 * writer.elements], 16]
 
         storage = SmemAllocator().allocate(Storage)
         smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
@@ -206,7 +213,7 @@ class GroupedGemm:
         cute.arch.griddepcontrol_wait()
         tiles_n = cute.ceil_div(N, self.tile_n * share)  # of clusters
         if warp == 0:
-            groups.build(sizes, G, M, tile_m, tiles_n, row_end, tile_end, lane)
+            groups.build(sizes, G, M, tile_m, tiles_n, row_end, tile_end, lane, self.last_halves)
         rank = Int32(0)
         if cutlass.const_expr(share > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -217,9 +224,11 @@ class GroupedGemm:
 
         k_tiles = cute.ceil_div(K, loader_b.tile_k)
         num_tiles = tile_end[G - 1]
+        if cutlass.const_expr(self.last_halves):
+            num_tiles = tile_end[groups.rest(G) + G - 1]
         clusters = cute.arch.grid_dim()[0] // share
         tile = cute.arch.block_idx()[0] // share
-        g = Int32(0)
+        part = Int32(0)
 
         warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
         if warpgroup_index == 0:
@@ -233,11 +242,8 @@ class GroupedGemm:
                 write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
                 slot = Int32(0)
                 while tile < num_tiles:
-                    g = groups.find(tile_end, tile, g, lane)
-                    start, end = groups.start_of(row_end, g), row_end[g]
-                    m_tile, n_tile = tile_of(
-                        tile - groups.start_of(tile_end, g), cute.ceil_div(end - start, tile_m), tiles_n, band, "m"
-                    )
+                    part = groups.find(tile_end, tile, part, lane)
+                    g, start, end, m_tile, n_tile = self.place(part, tile, row_end, tile_end, tiles_n, band, G)
                     row0 = start + m_tile * tile_m
                     n_tile = n_tile * share + rank
                     shared_a, global_a = partition_from(loader_a, tma_a, coordinates_a, smem_a, rank, row0)
@@ -325,35 +331,34 @@ class GroupedGemm:
             operand_b = mma.make_fragment_B(slice_.partition_B(smem_b))
             per_half = ROWS * self.tile_n // WARPGROUP
             total = cute.make_rmem_tensor(per_half * halves, Float32)
+            buffer = storage.out.data_ptr() + (warp - 4) * writer.elements
             stage, phase, slot = Int32(0), Int32(0), Int32(0)
             while tile < num_tiles:
-                g = groups.find(tile_end, tile, g, lane)
-                start, end = groups.start_of(row_end, g), row_end[g]
-                m_tile, n_tile = tile_of(
-                    tile - groups.start_of(tile_end, g), cute.ceil_div(end - start, tile_m), tiles_n, band, "m"
-                )
+                part = groups.find(tile_end, tile, part, lane)
+                g, start, end, m_tile, n_tile = self.place(part, tile, row_end, tile_end, tiles_n, band, G)
                 row0 = start + m_tile * tile_m
                 n0 = (n_tile * share + rank) * self.tile_n
                 total.fill(0.0)
                 along, place = Int32(1), Int32(0)
                 if cutlass.const_expr(self.strips):
                     along, place = end - start, start * k_tiles + (row0 - start)
+                left = cutlass.min(end - row0, tile_m)  # rows, or those from the consumer's first on
+                if cutlass.const_expr(self.skip):
+                    left = left - consumer * ROWS
                 if cutlass.const_expr(halves == 2):
-                    if end - row0 > HALF:
+                    if left > HALF:
                         stage, phase, slot = self.multiply(
                             2, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, row_scales, slot, place,
                             along, consumer, thread,
                         )  # fmt: skip
-                    else:
+                if left <= HALF:
+                    if left > 0:
                         stage, phase, slot = self.multiply(
                             1, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, row_scales, slot, place,
                             along, consumer, thread,
                         )  # fmt: skip
-                else:
-                    stage, phase, slot = self.multiply(
-                        1, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, row_scales, slot, place, along,
-                        consumer, thread,
-                    )  # fmt: skip
+                    else:
+                        stage, phase, slot = self.pass_by(full, empty, stage, phase, k_tiles, slot, thread)
                 alpha = Float32(1.0)
                 if cutlass.const_expr(self.a_scaling == "tensor"):
                     alpha = alpha * scale_a[0]
@@ -370,7 +375,7 @@ class GroupedGemm:
                                 factors[i] = alpha * scale_a[cutlass.min(own, end - 1)]
                         writer.store(
                             total, half * per_half, per_half, out, out_stride, row, end, n0, N, factors,
-                            scale_b + g * N, bias + g * N, thread,
+                            scale_b + g * N, bias + g * N, thread, buffer,
                         )  # fmt: skip
                 tile += clusters
             groups.clear_rows(
@@ -386,6 +391,25 @@ class GroupedGemm:
             # Another CTA may still arrive at this one's barriers, or send into its stages.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    @cute.jit
+    def place(
+        self, part: Int32, tile: Int32, row_end: cute.Pointer, tile_end: cute.Pointer, tiles_n: Int32, band: Int32, G: Int32
+    ):  # fmt: skip
+        """(group, its first row, the row past its last, m_tile, n_tile of clusters) of a tile; part: where `groups.find` found it."""
+        tile_m = HALF * self.halves
+        g = part
+        if cutlass.const_expr(self.last_halves):
+            if part >= groups.rest(G):
+                g = part - groups.rest(G)
+        start, end = groups.start_of(row_end, g), row_end[g]
+        tiles_m, first = cute.ceil_div(end - start, tile_m), Int32(0)
+        if cutlass.const_expr(self.last_halves):
+            tiles_m = groups.whole(end - start, tile_m)
+            if part >= groups.rest(G):
+                tiles_m, first = Int32(1), tiles_m
+        m_tile, n_tile = tile_of(tile - groups.start_of(tile_end, part), tiles_m, tiles_n, band, "m")
+        return g, start, end, first + m_tile, n_tile
 
     @cute.jit
     def release(self, barrier: cute.Pointer, thread: Int32):
@@ -411,9 +435,10 @@ class GroupedGemm:
         if cutlass.const_expr(self.promote):
             acc = cute.make_rmem_tensor(shape, Float32)
             factors = cute.make_rmem_tensor((2, live, self.tile_n // self.cell_columns), Float32)
-            behind = Int32(0)
+            behind, ahead = Int32(0), Int32(self.lag)
             if k_tiles < self.num_stages:
-                behind = Int32(-1)  # never: consumer 0 could arrive for two tiles before consumer 1 waits for one
+                # Never: consumer 0 could arrive for two tiles before consumer 1 waits for one.
+                behind, ahead = Int32(-1), Int32(-1)
             ready = cute.arch.mbarrier_test_wait(full + stage, phase)
             for k in cutlass.range(k_tiles, unroll=1):
                 if not ready:
@@ -437,7 +462,7 @@ class GroupedGemm:
                         )
                     warpgroup.wait_group(0)
                     if cutlass.const_expr(self.halves == 2 and half == 0):
-                        if k == behind:
+                        if k == ahead:
                             if consumer == 0:
                                 cute.arch.barrier_arrive(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
                     if cutlass.const_expr(half == live - 1):
@@ -471,6 +496,25 @@ class GroupedGemm:
                 stage, phase = self.next(stage, phase)
             warpgroup.wait_group(0)
             self.release(empty + last, thread)
+        return stage, phase, slot
+
+    @cute.jit
+    def pass_by(
+        self, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, k_tiles: Int32, slot: Int32, thread: Int32
+    ):  # fmt: skip
+        """As multiply, of a tile in which consumer 1 has no rows: it releases the stages."""
+        for k in cutlass.range(k_tiles, unroll=1):
+            cute.arch.mbarrier_wait(full + stage, phase)
+            if cutlass.const_expr(self.promote and self.halves == 2):
+                if (k == 0) & (k_tiles >= self.num_stages):
+                    cute.arch.barrier(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
+            self.release(empty + stage, thread)
+            stage, phase = self.next(stage, phase)
+            if cutlass.const_expr(self.quads):
+                if k % QUAD == QUAD - 1:
+                    slot = slot + 1
+                    if slot == self.quad_slots:
+                        slot = Int32(0)
         return stage, phase, slot
 
     @cute.jit

@@ -49,6 +49,10 @@ class HopperGroupedConfig:
     band: int = 16
     split: int = 1
     overlap: bool = True
+    lag: int = 0
+    last_halves: bool = True
+    store_columns: int = 64
+    skip: bool = True
 
     def __str__(self) -> str:
         more = f"split {self.split}" if self.schedule == "swapped" else f"cluster 1x{self.cluster_n}"
@@ -89,9 +93,12 @@ def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
     bulk = bulk_scales(problem, config)
     if bulk is not None:
         stage += 4 * (config.tile_m + 4)  # at most: quads have a slot for four stages, and one more
-    total = config.num_stages * stage + 4 * (2 * table_groups(problem) + 32) + 2 * BARRIER_BYTES
+    tables = 3 if config.schedule == "rows" and config.tile_m > WAVE_ROWS and config.last_halves else 2
+    total = config.num_stages * stage + 4 * (tables * table_groups(problem) + 32) + 2 * BARRIER_BYTES
     if config.schedule == "swapped":
         return total + (width - config.tile_n) * SWIZZLE_BYTES + 4 * config.tile_m * (width + 4)
+    if problem.out_dtype.itemsize == 2 and config.store_columns:
+        total += 2 * WAVE_ROWS * (config.store_columns + 8)
     return total + (16 * config.tile_m if bulk == "quads" else 0)
 
 
@@ -202,7 +209,13 @@ def swapped(problem: GroupedProblem, tokens: int, rows: int, split: int = 1) -> 
 
 def rows_tile(problem: GroupedProblem, tile_m: int, tile_n: int, cluster_n: int = 1) -> HopperGroupedConfig:
     tile_k = SWIZZLE_BYTES // problem.a_dtype.itemsize
-    return _deepest(problem, HopperGroupedConfig(tile_m, tile_n, tile_k, "rows", cluster_n=cluster_n))
+    few = problem.G <= TABLES[0]  # else the table is large
+    return _deepest(
+        problem,
+        HopperGroupedConfig(
+            tile_m, tile_n, tile_k, "rows", cluster_n=cluster_n, last_halves=few, store_columns=64 if few else 32
+        ),
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -216,6 +229,12 @@ def candidates(problem: GroupedProblem) -> tuple[HopperGroupedConfig, ...]:
     step = 64 if problem.layout == "NN" else 8
     tiles = [swapped(problem, tokens, rows) for rows in range(128, _LEAST_ROWS - 1, -step)]
     tiles += [swapped(problem, tokens, rows, 2) for rows in (128, 64)]
+    used = min(problem.G, problem.M)
+    if used * -(-average // tokens) * -(-problem.N // _LEAST_ROWS) < NUM_SMS:
+        # Too few tiles, however low: CTAs that share them.
+        tiles += [
+            swapped(problem, tokens, rows, split) for split in (2, 4) for rows in range(120, _LEAST_ROWS - 1, -step)
+        ]
     tiles += [rows_tile(problem, m, n, c) for m, n, c in ((128, 128, 1), (256, 128, 1), (256, 128, 2))]
     return tuple(config for config in tiles if why_unsupported(problem, config) is None)
 

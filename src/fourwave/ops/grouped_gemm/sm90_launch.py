@@ -100,6 +100,7 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
             TmaLoader(a_type, config.tile_m, config.tile_k, k_last, config.num_stages, 1),
             TmaLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, 1),
             out_type, spec.accumulate, spec.a_scaling, spec.b_scaling, spec.promote, spec.vector, config.overlap,
+            config.store_columns,
         )  # fmt: skip
         out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
     else:
@@ -108,6 +109,7 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
             TmaLoader(a_type, 128, config.tile_k, True, config.num_stages * (config.tile_m // 128), config.cluster_n),
             StackedLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, 1),
             out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.bulk, spec.promote, spec.vector, config.overlap,
+            config.lag, config.last_halves and config.tile_m > 128, config.store_columns, config.skip,
         )  # fmt: skip
         out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
 

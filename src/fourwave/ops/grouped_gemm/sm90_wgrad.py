@@ -62,6 +62,7 @@ class GroupedWgrad:
     promote: bool
     vector: bool
     overlap: bool
+    store_columns: int = 0
 
     @property
     def blocks(self) -> bool:
@@ -84,7 +85,9 @@ class GroupedWgrad:
 
     @property
     def writer(self) -> RowsStore:
-        return RowsStore(self.out_dtype, None, self.b_scaling == "row", self.vector, self.accumulate)
+        return RowsStore(
+            self.out_dtype, None, self.b_scaling == "row", self.vector, self.accumulate, self.store_columns
+        )
 
     @cute.jit
     def __call__(
@@ -132,6 +135,7 @@ class GroupedWgrad:
             scales_b: cute.struct.Align[
                 cute.struct.MemRange[Float32, self.num_stages * self.scales_b.pitch if self.blocks else 4], 16
             ]
+            out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, 8 * writer.elements], 16]
 
         storage = SmemAllocator().allocate(Storage)
         smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
@@ -200,6 +204,7 @@ class GroupedWgrad:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = warpgroup_index - 1
             both = thread - WARPGROUP  # in the two warpgroups
+            buffer = storage.out.data_ptr() + (warp - 4) * writer.elements
             thread = thread % WARPGROUP
             mma = mma_block.tiled_mma(loader_a, loader_b, self.tile_n)
             slice_ = mma.get_slice(0)
@@ -260,7 +265,7 @@ class GroupedWgrad:
                 if row < M:
                     writer.store(
                         total, 0, ROWS * self.tile_n // WARPGROUP, out + g * out_matrix, out_stride, row, M,
-                        n_tile * self.tile_n, N, factors, scale_b, out, thread,
+                        n_tile * self.tile_n, N, factors, scale_b, out, thread, buffer,
                     )  # fmt: skip
                 tile += ctas
 
