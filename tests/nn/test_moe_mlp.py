@@ -348,7 +348,7 @@ def test_inference_quantizes_tokens_before_they_are_copied(
         monkeypatch.setattr(gather, "quantize", counted)
         with torch.no_grad():
             got = module(x, routing=(experts, weights))
-    assert seen == ([10] if before else [])
+    assert seen == ([10, 20] if before else [])  # tokens, and rows of SwiGLU
     assert torch.equal(got, right)
 
 
@@ -364,8 +364,16 @@ def test_rows_of_a_grouped_linear() -> None:
             for bad in ([4, 0, 4], rows.int(), rows.view(1, 3)):
                 with pytest.raises(ValueError, match=r"must be \[M\] int64"):
                     linear(x, sizes, rows=bad)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="records no gradient"):
-            linear(x, sizes, rows=rows)
+            z = torch.randn(6, 128)
+            gate, up = z.chunk(2, -1)
+            h = torch.nn.functional.silu(gate) * up
+            assert torch.equal(linear(z, sizes, swiglu=True), linear(h, sizes))
+            assert torch.equal(linear(z, sizes, rows=rows, swiglu=True), linear(h[rows], sizes))
+            with pytest.raises(ValueError, match=r"it must be \[M, 128\]"):
+                linear(x, sizes, swiglu=True)
+        for more in ({"rows": rows}, {"swiglu": True}):
+            with pytest.raises(ValueError, match="records no gradient"):
+                linear(torch.cat([x, x], 1) if "swiglu" in more else x, sizes, **more)
 
 
 def test_inference_compiles_whole() -> None:

@@ -16,8 +16,9 @@ from fourwave.nn.function import Call, _told, check_input, compute_dtype
 from fourwave.nn.linear import LinearBase, made_parameter, reset_linear
 from fourwave.nn.parts import MainGrads
 from fourwave.nn.products import Operand, Pair, in_dtype, pack, pair, unpack
+from fourwave.ops.gemm.reference import activate
 from fourwave.ops.grouped_gemm.api import grouped_gemm, grouped_gemm_wgrad
-from fourwave.quantize.gather import ROW_SCALINGS, quantize_gathered
+from fourwave.quantize.gather import ROW_SCALINGS, quantize_gathered, quantize_swiglu
 from fourwave.quantize.tensor import FORMATS
 from fourwave.recipes import Plan, Recipe
 
@@ -70,6 +71,7 @@ class GroupedLinear(LinearBase):
         *,
         rows: Tensor | None = None,
         all_rows: bool = False,
+        swiglu: bool = False,
     ) -> Tensor:
         """x [M, in_features], rows of group 0 first -> [M, out_features]; rows past the last group are zeros, whatever x
         and the gradient hold there.
@@ -80,12 +82,15 @@ class GroupedLinear(LinearBase):
                  quantized before they are copied, each once
         all_rows m_sizes add up to M, says the caller: spares a pass over x, and one over the gradient, that keep rows past the last group
                  out of the scales. Not checked on a GPU; on the CPU the sizes themselves tell
+        swiglu   without gradients only: the result for silu(gate) * up of x = [gate, up], [M, 2 * in_features], in float32, rounded to x's
+                 type. On Hopper one kernel makes its codes, and does not write it
         """
         for name, t in (("x", x), ("m_sizes", m_sizes)):
             if not isinstance(t, Tensor):
                 raise ValueError(f"{name} is a {type(t).__name__}; it must be a tensor")
-        if x.dim() != 2 or x.shape[1] != self.in_features:
-            raise ValueError(f"x is {tuple(x.shape)}; it must be [M, {self.in_features}], the rows of all groups")
+        columns = self.in_features * (2 if swiglu else 1)
+        if x.dim() != 2 or x.shape[1] != columns:
+            raise ValueError(f"x is {tuple(x.shape)}; it must be [M, {columns}], the rows of all groups")
         if m_sizes.shape != (self.num_groups,):
             raise ValueError(
                 f"m_sizes is {tuple(m_sizes.shape)}; it must be [{self.num_groups}], the rows of each group"
@@ -96,11 +101,12 @@ class GroupedLinear(LinearBase):
             if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype != torch.int64 or rows.device != x.device:
                 told = f"{tuple(rows.shape)} {rows.dtype} on {rows.device}" if isinstance(rows, Tensor) else rows
                 raise ValueError(f"rows is {told}; it must be [M] int64 on {x.device}, the rows of x to multiply")
-            if grad and any(t.requires_grad for t in (x, *self.parameters())):
-                raise ValueError(
-                    "rows= records no gradient, and x or a parameter requires one: index x, or use torch.no_grad()"
-                )
         all_rows = _all_rows(m_sizes, len(x) if rows is None else len(rows), all_rows)
+        if (rows is not None or swiglu) and grad and any(t.requires_grad for t in (x, *self.parameters())):
+            raise ValueError(
+                f"{'swiglu' if rows is None else 'rows'}= records no gradient, and x or a parameter requires one: compute what it stands "
+                "for yourself, or use torch.no_grad()"
+            )
         step = self._begin(x.device)
         self._check_blocks(step.plan, grad and x.requires_grad)
         bias = self.bias
@@ -124,6 +130,7 @@ class GroupedLinear(LinearBase):
             step.seed,
             rows,
             all_rows,
+            swiglu,
         )
         if not isinstance(result, tuple):
             return result
@@ -171,6 +178,7 @@ class _Grouped(torch.autograd.Function):
         seed: Tensor | None,
         rows: Tensor | None,
         all_rows: bool,
+        swiglu: bool,
     ) -> Any:
         plan = call.plan
         options: dict[str, Any] = {
@@ -180,16 +188,20 @@ class _Grouped(torch.autograd.Function):
         if plan.delayed:
             assert scales is not None
             x_scale, w_scale = scales[INPUT, 0], scales[WEIGHT, 0]
-        if rows is not None and plan.x is not None and FORMATS[plan.x].scaling in ROW_SCALINGS and not call.observe:
-            mx = FORMATS[plan.x].is_mx
-            q = quantize_gathered(
-                x, rows, plan.x, scale_rule=plan.mx_rule if mx else plan.block_rule, fnuz=None if mx else call.fnuz,
-                backend=call.backend,
-            )  # fmt: skip
+        fmt = None if plan.x is None else FORMATS[plan.x]
+        by_row = fmt is not None and fmt.scaling in ROW_SCALINGS and not call.observe
+        if fmt is not None and by_row and (rows is not None) != swiglu:
+            one: dict[str, Any] = {
+                "scale_rule": plan.mx_rule if fmt.is_mx else plan.block_rule, "fnuz": None if fmt.is_mx else call.fnuz,
+                "backend": call.backend,
+            }  # fmt: skip
+            q = quantize_swiglu(x, fmt.name, **one) if rows is None else quantize_gathered(x, rows, fmt.name, **one)
             xs = Pair(q, None)
         else:
             if rows is not None:
                 x = x.index_select(0, rows)
+            if swiglu:
+                x = activate(x.float(), "swiglu").to(x.dtype)
             if not all_rows and (plan.x is not None or plan.x_t is not None or call.observe):
                 x = _without_the_rest(x, m_sizes)
             xs = pair(x, plan.x, plan.x_t, plan, need_row=True, need_col=call.need_w, scale=x_scale, **options)
@@ -257,7 +269,7 @@ class _Grouped(torch.autograd.Function):
                 dw, _none = wgrad.run()
         if ctx.main_grad is not None:
             dw = _told(ctx.weight)
-        return dx, dw, db, *[None] * 10
+        return dx, dw, db, *[None] * 11
 
 
 def _all_rows(m_sizes: Tensor, rows: int, told: bool) -> bool:

@@ -16,6 +16,7 @@ from fourwave.nn.layernorm_mlp import _GATED, _SEPARATE, MLP_ACTIVATIONS
 from fourwave.nn.linear import made_parameter, reset_linear
 from fourwave.ops.gemm.operators import _activation_backward
 from fourwave.ops.gemm.reference import activate
+from fourwave.ops.moe.combine import combine
 from fourwave.recipes import Recipe
 
 Tensor = torch.Tensor
@@ -138,9 +139,12 @@ class MoEMLP(nn.Module):
             z = self.fc1(_ToExperts.apply(tokens, order, places), m_sizes, is_first_microbatch, all_rows=all_rows)
         else:
             z = self.fc1(tokens, m_sizes, is_first_microbatch, rows=order // self.top_k, all_rows=all_rows)
-        separate = _SEPARATE.get(self.activation)
-        h = _Activation.apply(z, self.activation) if separate is None else separate(z)
-        h = self.fc2(h, m_sizes, is_first_microbatch, all_rows=all_rows)
+        if self.activation == "swiglu" and not torch.is_grad_enabled():
+            h = self.fc2(z, m_sizes, is_first_microbatch, swiglu=True, all_rows=all_rows)
+        else:
+            separate = _SEPARATE.get(self.activation)
+            h = _Activation.apply(z, self.activation) if separate is None else separate(z)
+            h = self.fc2(h, m_sizes, is_first_microbatch, all_rows=all_rows)
         y = _ToTokens.apply(h, weights, order, places).view(*x.shape[:-1], self.hidden_size)
         if self.return_logits and logits is not None:
             return y, logits.view(*x.shape[:-1], self.num_experts)
@@ -191,7 +195,7 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, places: Tensor) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(rows, weights, order, places)
-        return (_gathered(rows, places) * weights.float().unsqueeze(-1)).sum(1).to(rows.dtype)
+        return combine(rows, places, weights)
 
     @staticmethod
     @once_differentiable

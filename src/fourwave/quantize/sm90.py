@@ -122,30 +122,30 @@ class Quantize:
 
     def load(self, x, x_stride, place, R, C):
         """The thread's 8 x 8 elements, [row][word]: Int32 of one float32 or of two 16-bit elements; zeros past the matrix."""
-        start = x + Int64(place.row) * x_stride + Int64(place.column) * self.x_bytes
-        words = []
-        for i in range(LINE):
-            row, address = place.row + i, start + x_stride * i
-            if self.whole_chunks:
-                limit = access.where_less(place.column, C, R, Int32(0))
-                words.append([
-                    word
-                    for chunk in range(LINE * self.x_bytes // 16)
-                    for word in access.load_words(address + 16 * chunk, 4, row, limit)
-                ])  # fmt: skip
-                continue
-            elements = []
-            for j in range(LINE):
-                limit = access.where_less(place.column + j, C, R, Int32(0))
-                at = address + j * self.x_bytes
-                if self.x_bytes == 4:
-                    elements += access.load_words(at, 1, row, limit)
-                else:
-                    elements.append(access.load_half(at, row, limit))
-            if self.x_bytes == 2:
-                elements = [elements[j] | (elements[j + 1] << 16) for j in range(0, LINE, 2)]
-            words.append(elements)
-        return words
+        start = x + Int64(place.row) * x_stride
+        return [self.load_line(start + x_stride * i, place.row + i, place, R, C) for i in range(LINE)]
+
+    def load_line(self, start, row, place, R, C):
+        """8 elements of the row that begins at `start`, and is number `row` of the result."""
+        address = start + Int64(place.column) * self.x_bytes
+        if self.whole_chunks:
+            limit = access.where_less(place.column, C, R, Int32(0))
+            return [
+                word
+                for chunk in range(LINE * self.x_bytes // 16)
+                for word in access.load_words(address + 16 * chunk, 4, row, limit)
+            ]
+        elements = []
+        for j in range(LINE):
+            limit = access.where_less(place.column + j, C, R, Int32(0))
+            at = address + j * self.x_bytes
+            if self.x_bytes == 4:
+                elements += access.load_words(at, 1, row, limit)
+            else:
+                elements.append(access.load_half(at, row, limit))
+        if self.x_bytes == 2:
+            elements = [elements[j] | (elements[j + 1] << 16) for j in range(0, LINE, 2)]
+        return elements
 
     def write_amax(self, words, amax, place):
         """amax[ROWS][part][row] and amax[COLUMNS][part][column] of the warp's 32 rows and twice 32 columns, as float32 bits.

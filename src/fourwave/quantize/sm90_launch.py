@@ -150,3 +150,74 @@ def compile_kernel(spec: QuantizeSpec, *, keep: bool = False) -> Any:
     return cute.compile[tuple(options)](
         kernel, address, address, address, address, address, address, address, address, size, size, cuda.CUstream(0)
     )  # fmt: skip
+
+
+# -- of what is made on the way (sm90_moe.py)
+
+
+@dataclass(frozen=True)
+class QuantizeFromSpec:
+    """Everything that is fixed when a kernel is compiled. The fields are those of sm90_moe.QuantizeFrom."""
+
+    source: str
+    x_dtype: str
+    code: str
+    scaling: str
+    rule: str
+    whole_chunks: bool
+
+
+_compiled_from: dict[QuantizeFromSpec, PackedCall] = {}
+_FROM_ARGUMENTS = {
+    "x": "Q", "x_stride": "q", "rows": "Q", "data": "Q", "scale": "Q", "R": "i", "C": "i", "stream": "Q",
+}  # fmt: skip
+
+
+def run_from(
+    source: str, problem: QuantizeProblem, x: torch.Tensor, rows: torch.Tensor | None = None
+) -> QuantizeTensors:
+    """What problem.outputs() lists, of x[rows] ("rows"), or of SwiGLU of x, which has 2 * columns ("swiglu"). `problem` is the result's,
+    rowwise, with scales of blocks, and has at least one element; x is on the current device."""
+    if (reason := why_unsupported(problem)) is not None:
+        raise NotImplementedError(reason)
+    x = _readable(x, [])
+    out = problem.allocate(x)
+    assert out.data is not None and out.scale is not None
+    stride_bytes = (x.stride(0) if x.shape[0] > 1 else x.shape[1]) * x.element_size()
+    spec = QuantizeFromSpec(
+        source, str(problem.x_dtype).removeprefix("torch."), problem.code_format.name, problem.quant_format.scaling,
+        problem.scale_rule, (x.data_ptr() | stride_bytes) % ALIGN_BYTES == 0 and problem.columns % LINE == 0,
+    )  # fmt: skip
+    kernel = cutedsl_cache.kernel(
+        _compiled_from, spec, compile_from, lambda function: PackedCall(function.to(None), _FROM_ARGUMENTS)
+    )
+    rows = None if rows is None else rows.contiguous()
+    kernel.launch(
+        x.data_ptr(), stride_bytes, 0 if rows is None else rows.data_ptr(), out.data.data_ptr(), out.scale.data_ptr(),
+        problem.rows, problem.columns, torch._C._cuda_getCurrentRawStream(x.device.index),
+    )  # fmt: skip
+    return out
+
+
+def compile_from(spec: QuantizeFromSpec, *, keep: bool = False) -> Any:
+    """As compile_kernel."""
+    guard.import_cutlass()
+    import cuda.bindings.driver as cuda
+    from cutlass import Int32, Int64, cute
+
+    from fourwave import formats
+    from fourwave.blocks.cutedsl.convert import Codes, Scales
+    from fourwave.quantize.sm90_moe import QuantizeFrom
+
+    fmt = formats.get(spec.code)
+    kernel = QuantizeFrom(
+        spec.x_dtype, Codes(fmt, False), Scales(fmt, spec.rule), spec.scaling, True, False, False, False, spec.whole_chunks, True,
+        spec.source,
+    )  # fmt: skip
+    options = [cute.GPUArch("sm_90a")]
+    if keep:
+        options += [cute.KeepPTX(), cute.KeepCUBIN()]
+    address, size = Int64(ALIGN_BYTES), Int32(1)
+    return cute.compile[tuple(options)](
+        kernel, address, address, address, address, address, size, size, cuda.CUstream(0)
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Between the products of a mixture of experts."""
