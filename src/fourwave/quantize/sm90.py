@@ -122,12 +122,11 @@ class Quantize:
 
     def load(self, x, x_stride, place, R, C):
         """The thread's 8 x 8 elements, [row][word]: Int32 of one float32 or of two 16-bit elements; zeros past the matrix."""
-        start = x + Int64(place.row) * x_stride
-        return [self.load_line(start + x_stride * i, place.row + i, place, R, C) for i in range(LINE)]
+        start = x + Int64(place.row) * x_stride + Int64(place.column) * self.x_bytes
+        return [self.load_line(place.row + i, start + x_stride * i, place, R, C) for i in range(LINE)]
 
-    def load_line(self, start, row, place, R, C):
-        """8 elements of the row that begins at `start`, and is number `row` of the result."""
-        address = start + Int64(place.column) * self.x_bytes
+    def load_line(self, row, address, place, R, C):
+        """8 elements from `address` on, of row `row` of the result."""
         if self.whole_chunks:
             limit = access.where_less(place.column, C, R, Int32(0))
             return [

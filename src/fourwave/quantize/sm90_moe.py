@@ -60,7 +60,8 @@ class QuantizeFrom(Quantize):
             ups = super().load(source + Int64(C) * self.x_bytes, x_stride, place, R, C)
             return [self.products(gate, up) for gate, up in zip(gates, ups, strict=True)]
         numbers = [access.load_words(rows + Int64(place.row + i) * 8, 1, place.row + i, R)[0] for i in range(LINE)]
-        return [self.load_line(source + Int64(numbers[i]) * x_stride, place.row + i, place, R, C) for i in range(LINE)]
+        start = source + Int64(place.column) * self.x_bytes
+        return [self.load_line(place.row + i, start + Int64(numbers[i]) * x_stride, place, R, C) for i in range(LINE)]
 
     def products(self, gates, ups):
         """Words of silu(gate) * up."""
