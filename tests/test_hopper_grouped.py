@@ -347,6 +347,85 @@ def test_repeats_and_streams_give_the_same_bits(sizes: list[int]) -> None:
     assert torch.equal(first, outs[0]) and torch.equal(first, outs[1])
 
 
+def repeated(what: str) -> tuple[GroupedProblem, HopperGroupedConfig | None, GroupedTensors]:
+    """A call of each kernel, with groups of any size and rows past the last."""
+    random = torch.Generator("cuda").manual_seed(0)
+    few = what.startswith("swapped")
+    sizes = [3, 0, 17, 1, 8, 2] if few else [300, 0, 700, 5, 129, 64]
+    M, N, K = sum(sizes) + 3, 1280, 1040
+    m_sizes = torch.tensor(sizes, device="cuda")
+
+    def operand(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=random).to(dtype)
+
+    def scale(shape: tuple[int, ...] | None) -> torch.Tensor | None:
+        return None if shape is None else torch.rand(shape, device="cuda", generator=random) + 0.5
+
+    wgrad = what.startswith("wgrad")
+    dtype = BF16 if "16" in what else E4M3
+    if wgrad:
+        scaling = None if dtype == BF16 else "1x128"
+        layout = "NT" if dtype == BF16 else "TN"
+        p = GroupedProblem(
+            len(sizes), 264, N, -(-M // 16) * 16, "reduction", layout, dtype, dtype, FP32, device_type="cuda", a_scaling=scaling,
+            b_scaling=scaling,
+        )  # fmt: skip
+    else:
+        scaled = {} if dtype == BF16 else {"a_scaling": "1x128", "b_scaling": "128x128"}
+        layout = "NN" if "dgrad" in what else "TN"
+        p = GroupedProblem(len(sizes), M, N, K, "rows", layout, dtype, dtype, BF16, device_type="cuda", **scaled)  # type: ignore[arg-type]
+    tensors = GroupedTensors(
+        operand(dtype, *p.a_shape), operand(dtype, *p.b_shape), m_sizes, torch.empty(0), None, scale(p.a_scale_shape),
+        scale(p.b_scale_shape),
+    )  # fmt: skip
+    config = None
+    if not wgrad:
+        shapes = {
+            "swapped": ("swapped", 16, 80, 1),
+            "swapped split": ("swapped", 16, 64, 4),
+            "rows": ("rows", 256, 128, 1),
+        }
+        shapes |= {"rows 128": ("rows", 128, 128, 1), "rows pairs": ("rows", 256, 128, 2)}
+        config = config_of(p, shapes[what.removesuffix(" bf16").removesuffix(" dgrad")])
+    return p, config, tensors
+
+
+@on_gpu
+@pytest.mark.parametrize(
+    "what",
+    [
+        "swapped",
+        "swapped split",
+        "rows",
+        "rows 128",
+        "rows pairs",
+        "rows 128 bf16",
+        "rows 128 dgrad bf16",
+        "wgrad bf16",
+        "wgrad fp8",
+    ],
+)
+def test_a_thousand_repeats_on_two_streams(what: str) -> None:
+    """Each of 1000 results on each of two streams at once, bit by bit against the first, from an output of NaN."""
+    p, config, tensors = repeated(what)
+    first = torch.full(p.out_shape, float("nan"), device="cuda", dtype=p.out_dtype)
+    sm90_launch.run(p, config, tensors._replace(out=first))
+    assert not first.isnan().any()
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    outs = [torch.empty_like(first) for _ in streams]
+    wrong = [torch.zeros((), device="cuda", dtype=torch.int64) for _ in streams]
+    torch.cuda.synchronize()
+    for _ in range(1000):
+        for stream, out, count in zip(streams, outs, wrong, strict=True):
+            with torch.cuda.stream(stream):
+                out.fill_(float("nan"))
+                sm90_launch.run(p, config, tensors._replace(out=out))
+                count.add_((out != first).any())
+    torch.cuda.synchronize()
+    assert [int(count) for count in wrong] == [0, 0]
+
+
 @on_gpu
 def test_operator_and_plain_call_agree() -> None:
     sizes = [5, 0, 130, 60]
