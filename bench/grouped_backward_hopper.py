@@ -222,6 +222,12 @@ def main() -> None:
     parser.add_argument("--uneven", action="store_true", help="groups of 0.25 to 2 times their mean")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument(
+        "--warm",
+        default="",
+        metavar="I/N",
+        help="run DeepGEMM once in every N-th row, from the I-th, so that it compiles",
+    )
+    parser.add_argument(
         "--rates", type=float, nargs=3, default=[4.3e12, 1.5e15, 7.5e14], help="copy bytes/s, FP8 and BF16 operations/s"
     )
     parser.add_argument("--compile", default="", metavar="I/N", help="only compile every N-th kernel, from the I-th")
@@ -235,6 +241,13 @@ def main() -> None:
         compile_all(args.compile, kinds)
         return
     library = importlib.import_module("deep_gemm") if args.deep_gemm else None
+    if args.warm:
+        index, count = (int(word) for word in args.warm.split("/"))
+        todo = [(kind, shape) for kind in kinds for shape in SHAPES]
+        for kind, (G, size, N, K) in todo[index::count]:
+            DeepGemm([Row(kind, sizes_of(G, size, args.uneven), N, K)], library)(0)
+            torch.cuda.synchronize()
+        return
     torch.manual_seed(0)
     before, began = machine(), time.monotonic()
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size

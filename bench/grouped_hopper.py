@@ -21,6 +21,7 @@ L2 cache. floor: the larger of the bytes that must move over the copy rate, and 
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import importlib
 import importlib.util
@@ -31,6 +32,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,14 @@ def skewed(groups: int, rows: int, seed: int = 0) -> list[int]:
         cuts.append(cuts[-1] + weight)
     edges = [round(rows * cut / cuts[-1]) for cut in cuts]
     return [b - a for a, b in itertools.pairwise(edges)]
+
+
+def with_fields(config: HopperGroupedConfig, text: str) -> HopperGroupedConfig:
+    """config with the fields of --fields, where it is one of the schedule "rows"."""
+    if config.schedule != "rows" or not text:
+        return config
+    fields = {name: ast.literal_eval(value) for name, value in (word.split("=") for word in text.split(","))}
+    return replace(config, **fields)
 
 
 class Operands:
@@ -256,8 +266,8 @@ def measure(
     first = Operands(sizes, N, K)
     sets = [first] + [Operands(sizes, N, K) for _ in range(min(16, 2 * l2_bytes // max(1, first.bytes)))]
     problem = problem_of(first.G, first.M, N, K, args.scales)
-    default = sm90_config.default_config(problem)[0]
-    variants: dict[str, Any] = {"ours": Ours(sets, None, args.scales)}
+    default = with_fields(sm90_config.default_config(problem)[0], args.fields)
+    variants: dict[str, Any] = {"ours": Ours(sets, default, args.scales)}
     if args.configs == "all":
         for config in sm90_config.candidates(problem):
             variants[str(config)] = Ours(sets, config, args.scales)
@@ -363,7 +373,7 @@ def summary_of(rows: list[dict[str, Any]], peers: Any) -> dict[str, Any]:
     }
 
 
-def compile_all(rows: list[tuple[list[int], int, int]], part: str, every: bool, layout: str) -> None:
+def compile_all(rows: list[tuple[list[int], int, int]], part: str, every: bool, layout: str, fields: str) -> None:
     """Every k-th kernel that the rows need, into the cache; no GPU is used."""
     from fourwave.backends import cutedsl_cache
 
@@ -371,7 +381,10 @@ def compile_all(rows: list[tuple[list[int], int, int]], part: str, every: bool, 
     specs: dict[Any, None] = {}
     for sizes, n, k in rows:
         problem = problem_of(len(sizes), sum(sizes), n, k, layout)
-        configs = [sm90_config.default_config(problem)[0], *(sm90_config.candidates(problem) if every else ())]
+        configs = [
+            with_fields(sm90_config.default_config(problem)[0], fields),
+            *(sm90_config.candidates(problem) if every else ()),
+        ]
         for config in configs:
             specs[sm90_launch.specialise(problem, config)] = None
     for spec in list(specs)[index::count]:
@@ -383,6 +396,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", type=suites_of, default="published", metavar="NAME[:skewed],...")
     parser.add_argument("--configs", choices=["default", "all"], default="default")
+    parser.add_argument("--fields", default="", metavar="NAME=VALUE,...", help="of the defaults of the schedule rows")
     parser.add_argument("--scales", choices=["groups", "rows"], default="groups", help="layout of a's")
     parser.add_argument("--samples", type=int, default=20)
     parser.add_argument("--every", type=int, default=1)
@@ -399,7 +413,7 @@ def main() -> None:
     args = parser.parse_args()
     shapes = [(f"{suite}:{sizes}", *row) for suite, sizes in args.suite for row in rows_of(suite, sizes)[:: args.every]]
     if args.compile:
-        compile_all([row[1:] for row in shapes], args.compile, args.configs == "all", args.scales)
+        compile_all([row[1:] for row in shapes], args.compile, args.configs == "all", args.scales, args.fields)
         return
     peers: dict[str, Callable[[list[Operands]], Any]] = {}
     if args.triton:
