@@ -9,9 +9,8 @@ import fourwave as fw
 from fourwave.backends import registry
 from fourwave.formats import decode
 from fourwave.formats.scaling import expand_scale
-from fourwave.ops.moe.combine import MAX_CHOICES, combine
+from fourwave.ops.moe.combine import MAX_CHOICES
 from fourwave.quantize import FORMATS
-from fourwave.quantize.gather import quantize_gathered, quantize_swiglu
 from fourwave.quantize.reference import encode
 from fourwave.quantize.tensor import decode_codes
 
@@ -49,15 +48,36 @@ def test_gathered_rows(tokens: int, rows: int, columns: int, name: str, dtype: t
     rule = "ceil" if FORMATS[name].is_mx else "pow2"
     for scale_rule in (None, rule):
         right = fw.quantize(x[order], name, scale_rule=scale_rule)
-        same(quantize_gathered(x, order, name, scale_rule=scale_rule), right)
+        same(fw.moe.gather_quantize(x, order, name, scale_rule=scale_rule), right)
 
 
-def test_scales_that_rows_share_are_refused() -> None:
-    for name in ("fp8_e4m3", "fp8_128x128"):
-        with pytest.raises(ValueError, match="which rows share"):
-            quantize_gathered(torch.ones(2, 128), torch.tensor([0]), name)
+def test_what_is_refused() -> None:
+    x, one = torch.ones(2, 128), torch.tensor([0])
+    for name in ("fp8_e4m3", "fp8_128x128", "fp9"):
+        with pytest.raises(ValueError, match="rows are quantized one by one in fp8_row"):
+            fw.moe.gather_quantize(x, one, name)
+    for rows in ([0], one.int(), one.view(1, 1)):
+        with pytest.raises(ValueError, match=r"it must be \[M\] int64"):
+            fw.moe.gather_quantize(x, rows, "fp8_1x128")  # type: ignore[arg-type]
+    for bad in (x.double(), x[0]):
+        with pytest.raises(ValueError, match="it must be a matrix"):
+            fw.moe.silu_mul_quantize(bad, "fp8_1x128")
     with pytest.raises(ValueError, match=r"must be \[M, 2 C\]"):
-        quantize_swiglu(torch.ones(2, 129), "fp8_1x128")
+        fw.moe.silu_mul_quantize(torch.ones(2, 129), "fp8_1x128")
+    with pytest.raises(ValueError, match="formats are"):
+        fw.moe.silu_mul_quantize(x, "fp9")
+    with pytest.raises(ValueError, match="must both be"):
+        fw.moe.combine(x, one.view(1, 1), torch.ones(2, 1))
+    with pytest.raises(ValueError, match="int64 and floating point"):
+        fw.moe.combine(x, one.view(1, 1), one.view(1, 1))
+    grad = torch.ones(2, 128, requires_grad=True)
+    for call in (
+        lambda: fw.moe.gather_quantize(grad, one, "fp8_1x128"), lambda: fw.moe.silu_mul_quantize(grad, "mxfp4"),
+        lambda: fw.moe.combine(grad, one.view(1, 1), torch.ones(1, 1)),
+        lambda: fw.moe.combine(x, one.view(1, 1), torch.ones(1, 1, requires_grad=True)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="requires grad"):
+            call()
 
 
 @every_device
@@ -72,7 +92,7 @@ def test_swiglu(rows: int, columns: int, name: str, dtype: torch.dtype, device: 
         z[1, 1], z[2, 0] = -200.0, float("nan")
     gate, up = z.double().chunk(2, -1)
     exact = gate * gate.sigmoid() * up
-    q = quantize_swiglu(z.to(device), name).to("cpu")
+    q = fw.moe.silu_mul_quantize(z.to(device), name).to("cpu")
     low, high = ((exact * (1 + e * exact.sign())).to(dtype) for e in (-(2.0**-15), 2.0**-15))
     assert q.data is not None and q.scale is not None
     fmt = FORMATS[name]
@@ -105,7 +125,7 @@ def test_weighted_sum(tokens: int, top_k: int, columns: int, dtype: torch.dtype,
     places = torch.randperm(len(rows), generator=random)[: tokens * top_k].view(tokens, top_k)
     weights = torch.rand(tokens, top_k, generator=random)
     on_device = [t.to(device) for t in (wide, places, weights)]
-    out = combine(on_device[0][:, :columns], on_device[1], on_device[2]).cpu()
+    out = fw.moe.combine(on_device[0][:, :columns], on_device[1], on_device[2]).cpu()
     exact = (rows[places].double() * weights.double().unsqueeze(-1)).sum(1)
     size = (rows[places].double() * weights.double().unsqueeze(-1)).abs().sum(1)
     bound = (top_k + 1) * 2.0**-24 * size + torch.finfo(dtype).eps / 2 * exact.abs() * (1 + 2.0**-20)

@@ -8,6 +8,7 @@ explain(a, b, ...), explain_grouped, explain_quantize   which backend, kernel an
 use_backend(name)   choose the backend of later calls, or of a `with` block
 nn                  Linear, LayerNormLinear, LayerNormMLP, GroupedLinear: modules that train by a recipe
 autocast(recipe=recipes.MXFP8())   the recipe of the modules in a `with` block
+moe                 quantized gather and SwiGLU, weighted sum: what lies between the products of a mixture of experts
 mslk                names and arguments of MSLK's grouped FP8 GEMM
 te                  names and arguments of transformer_engine.pytorch
 """
@@ -24,19 +25,19 @@ from fourwave.ops.grouped_gemm.preshuffle import preshuffle
 from fourwave.quantize import QuantizedTensor, explain_quantize, quantize
 
 if TYPE_CHECKING:
-    from fourwave import mslk, nn, te
+    from fourwave import moe, mslk, nn, te
     from fourwave.nn import autocast
 
 __version__ = "0.1.0.dev0"
 __all__ = [
     "BackendUnavailable", "QuantizedTensor", "__version__", "autocast", "explain", "explain_grouped", "explain_quantize", "gemm", "grouped_gemm",
-    "grouped_gemm_wgrad", "mslk", "nn", "preshuffle", "quantize", "recipes", "te", "use_backend",
+    "grouped_gemm_wgrad", "moe", "mslk", "nn", "preshuffle", "quantize", "recipes", "te", "use_backend",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Modules that are imported when they are first used."""
-    if name in ("mslk", "nn", "te"):
+    if name in ("moe", "mslk", "nn", "te"):
         return importlib.import_module(f"fourwave.{name}")
     if name == "autocast":
         return importlib.import_module("fourwave.nn").autocast
