@@ -18,10 +18,11 @@ import fourwave as fw
 from fourwave.backends import registry, select
 from fourwave.backends.hopper import cutedsl_missing
 from fourwave.formats.scaling import expand_scale
-from fourwave.ops.gemm import sm90_config, sm90_launch
+from fourwave.ops.gemm import sm90_config, sm90_launch, sm90_one_group
 from fourwave.ops.gemm.problem import LAYOUTS, GemmProblem, GemmTensors
 from fourwave.ops.gemm.reference import gemm_reference
 from fourwave.ops.gemm.sm90_config import HopperConfig, candidates, default_config, swapped, why_unsupported
+from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
 from fourwave.testing import GemmCase, bounds, buffers, inputs
 from fourwave.testing.llm_shapes import llm81
 from fourwave.testing.shapes import Shape
@@ -918,10 +919,6 @@ def test_fp8_products_of_a_linear_layer(M: int, name: str, fast: bool) -> None:
         ("dy", "x", {"trans_a": True, "trans_b": False}, "columnwise", "columnwise"),
     ]
     for a, b, trans, a_direction, b_direction in products:
-        if name == "fp8_1x128" and a_direction == "columnwise":
-            with pytest.raises(NotImplementedError, match="1x128 and 1x128"):
-                fw.gemm(quantized[a], quantized[b], **trans, backend="hopper")  # type: ignore[arg-type]
-            continue
         out = fw.gemm(quantized[a], quantized[b], **trans, fast_accum=fast, backend="hopper")  # type: ignore[arg-type]
         values = [
             quantized[key].dequantize(torch.float64, direction=direction)
@@ -932,6 +929,70 @@ def test_fp8_products_of_a_linear_layer(M: int, name: str, fast: bool) -> None:
         u_acc = bounds.hopper_fp8_u_acc(reduced, not fast or name == "fp8_1x128") + 4 * bounds.U_FP32
         bound = bounds.gemm_bound(values[0], values[1], BF16, **trans, u_acc=u_acc)  # type: ignore[arg-type]
         bounds.assert_within(out, exact, bound, f"{a} {b}")
+
+
+def block_scaled_wgrad(
+    M: int, N: int, K: int, out_dtype: torch.dtype, accumulate: bool, device: str
+) -> tuple[GemmProblem, GemmTensors, torch.Tensor, torch.Tensor]:
+    """A weight gradient with scales of 1x128 blocks of both operands, out inside guards; the truth and how far out may be from it."""
+    p = GemmProblem(
+        M, N, K, "TN", FP8[0], FP8[1], out_dtype, None, None, accumulate, device.split(":")[0], "1x128", "1x128"
+    )
+    a, b = (t.to(FP8[i]) for i, t in enumerate(inputs.spread(Shape("blocks", M, N, K), FP32, device=device)))
+    scales, values = [], []
+    for seed, codes in enumerate((a, b)):
+        generator = torch.Generator().manual_seed(seed)
+        scale = torch.exp2(6 * torch.rand(codes.shape[0], -(-K // 128), generator=generator) - 3).to(device)
+        scales.append(scale)
+        values.append(codes.double() * expand_scale(scale, "1x128", (codes.shape[0], K), True))
+    addend = torch.randn(M, N, device=device).to(out_dtype) if accumulate else None
+    out = buffers.poisoned(M, N, out_dtype, device, layout="sliced", addend=addend)
+    exact = gemm_reference(values[0], values[1], alpha=0.5, addend=addend)
+    u_acc = bounds.hopper_fp8_u_acc(K, True) + bounds.U_FP32
+    bound = bounds.gemm_bound(values[0], values[1], out_dtype, alpha=0.5, addend=addend, u_acc=u_acc, scaled=True)
+    return p, GemmTensors(a, b, out.tensor, None, 0.5, *scales), exact, bound
+
+
+@on_gpu
+@pytest.mark.parametrize(("out_dtype", "accumulate"), [(BF16, False), (FP32, True), (BF16, True)])
+@pytest.mark.parametrize(("M", "N", "K"), [(384, 640, 512), (700, 456, 1000), (130, 72, 40), (1000, 3000, 4104)])
+def test_fp8_blocks_of_both_operands(M: int, N: int, K: int, out_dtype: torch.dtype, accumulate: bool) -> None:
+    p, tensors, exact, bound = block_scaled_wgrad(M, N, K, out_dtype, accumulate, "cuda")
+    registry.get("hopper").run_gemm(p, None, tensors)
+    assert tensors.out is not None
+    bounds.assert_within(tensors.out, exact, bound)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_blocks_of_both_operands_go_to_the_grouped_kernel(monkeypatch: pytest.MonkeyPatch, accumulate: bool) -> None:
+    """On the CPU, with a stand-in for the grouped launch."""
+
+    def launch(problem: GroupedProblem, config: object, tensors: GroupedTensors) -> list[str]:
+        assert (problem.G, problem.split, problem.layout) == (1, "reduction", "TN")
+        assert problem.accumulate == accumulate and tensors.m_sizes.tolist() == [problem.K]
+        assert tensors.a_scale is not None and tensors.b_scale is not None
+        shapes = (problem.M, problem.K), (problem.N, problem.K)
+        scales = [
+            expand_scale(scale, "1x128", shape, True)
+            for scale, shape in zip((tensors.a_scale, tensors.b_scale), shapes, strict=True)
+        ]
+        y = (tensors.a.double() * scales[0]) @ (tensors.b.double() * scales[1]).mT
+        assert tensors.out.shape == (1, *y.shape)
+        tensors.out.copy_(tensors.out + y if accumulate else y)
+        return ["launched"]
+
+    monkeypatch.setattr(sm90_one_group.sm90_launch, "run", launch)
+    p, tensors, exact, bound = block_scaled_wgrad(40, 24, 328, FP32, accumulate, "cpu")
+    assert sm90_one_group.why_unsupported(p, None) is None
+    assert sm90_one_group.run(p, None, tensors) == ["launched"]
+    assert tensors.out is not None
+    bounds.assert_within(tensors.out, exact, bound)
+    for change, said in (
+        ({"bias_dtype": BF16}, "a bias or an activation"), ({"layout": "NN"}, "K contiguous"),
+        ({"preactivation_dtype": BF16}, "preactivation"), ({"batch_invariant": True}, "batch"),
+    ):  # fmt: skip
+        reason = sm90_one_group.why_unsupported(replace(p, **change), None) or ""  # type: ignore[arg-type]
+        assert said in reason, reason
 
 
 @on_gpu

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from fourwave.backends import guard
 from fourwave.backends.base import Backend, Description
-from fourwave.ops.gemm import sm90_decoded, sm90_launch
+from fourwave.ops.gemm import sm90_decoded, sm90_launch, sm90_one_group
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
@@ -82,6 +83,8 @@ class HopperBackend(Backend):
             return f"the operands are on the {problem.device_type.upper()}, not on a Hopper GPU"
         if not _is_hopper(torch.cuda.current_device()):
             return f"the current device is a {torch.cuda.get_device_name()}; there are kernels for Hopper"
+        if sm90_one_group.grouped_problem(problem) is not None:
+            return sm90_one_group.why_unsupported(problem, config)  # type: ignore[arg-type]
         return sm90_decoded.why_unsupported(problem, config)  # type: ignore[arg-type]
 
     def why_not_automatic(self, problem: GemmProblem) -> str | None:
@@ -92,6 +95,9 @@ class HopperBackend(Backend):
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
         from fourwave.ops.gemm.sm90_config import default_config
 
+        if (grouped := sm90_one_group.grouped_problem(problem)) is not None:
+            told = self.describe_grouped_gemm(grouped, config)  # type: ignore[arg-type]
+            return replace(told, reasons=["the grouped weight gradient's kernel, as one group", *told.reasons])
         plain = sm90_decoded.plain_problem(problem)
         reasons = ["config given by the caller"]
         chosen: object = config
@@ -110,11 +116,15 @@ class HopperBackend(Backend):
             return self._run_gemm(problem, config, tensors)
 
     def _run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
+        if sm90_one_group.grouped_problem(problem) is not None:
+            return sm90_one_group.run(problem, config, tensors)  # type: ignore[arg-type]
         if sm90_decoded.decodes(problem):
             return sm90_decoded.run(problem, config, tensors)  # type: ignore[arg-type]
         return sm90_launch.run(problem, config, tensors)  # type: ignore[arg-type]
 
     def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
+        if sm90_one_group.grouped_problem(problem) is not None:
+            return sm90_one_group.copies(problem, config, tensors)  # type: ignore[arg-type]
         if sm90_decoded.decodes(problem):
             return sm90_decoded.copies(problem, config, tensors)  # type: ignore[arg-type]
         return sm90_launch.copies(problem, config, tensors)  # type: ignore[arg-type]
