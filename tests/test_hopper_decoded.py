@@ -45,6 +45,15 @@ def test_what_is_multiplied() -> None:
     few_rows = replace(problem(BF16, PACKED_E2M1), K=64)  # converted in registers
     for p in (problem(BF16, BF16), problem(FP16, FP16), problem(FP32, BF16), few_rows):
         assert sm90_decoded.plain_problem(p) is None and not sm90_decoded.decodes(p)
+    for a in (E4M3, E5M2, PACKED_E2M1):  # with any a: that is decoded alone
+        p = replace(few_rows, a_dtype=a, a_scaling="1x32")
+        assert sm90_decoded.plain_problem(p) == few_rows and sm90_decoded.decodes(p)
+        assert sm90_decoded.describe(p)[0].startswith("a decoded")
+        both = replace(p, M=129, a_dtype=BF16, a_scaling=None, b_dtype=BF16, b_scaling=None)
+        assert sm90_decoded.plain_problem(replace(p, M=129)) == both
+        assert sm90_decoded.describe(replace(p, M=129))[0].startswith("a and b decoded")
+        swiglu = replace(both, M=few_rows.M, activation="swiglu")
+        assert sm90_decoded.plain_problem(replace(p, activation="swiglu")) == swiglu
     # What those tiles do not write is a reason to decode; there is a tile for each then.
     mores: list[dict[str, Any]] = [
         {"activation": "swiglu"}, {"preactivation_dtype": FP32, "activation": "silu"}, {"bias_grad_dtype": BF16},
@@ -207,6 +216,54 @@ def test_epilogues(mix: dict[str, Any]) -> None:
     check(GemmCase(shape, "NT", bias_grad=BF16, **mix))
     check(GemmCase(shape, out_format="fp8_e4m3", bias_dtype=FP32, **mix))
     check(GemmCase(Shape("few rows", 3, 154, 204), bias_dtype=FP32, activation="relu", accumulate=True, **mix))
+    # Whole blocks: weights in MXFP4 stay as they are.
+    check(GemmCase(Shape("few rows", 3, 154, 224), bias_dtype=FP32, activation="relu", accumulate=True, **mix))
+    check(GemmCase(Shape("few rows", 66, 154, 224), activation="swiglu", preactivation=FP32, **mix))
+
+
+@pytest.mark.parametrize(
+    ("a", "M", "left"), [(E4M3, 40, ["b"]), (PACKED_E2M1, 40, ["b"]), (E4M3, 200, []), (BF16, 200, [])]
+)
+def test_what_the_kernel_gets(a: torch.dtype, M: int, left: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for both kernels: operands decoded as `plain_problem` says, the others with their scales as given."""
+    more: dict[str, Any] = {} if a == BF16 else {"a_scaling": "1x32"}
+    p = GemmProblem(M, 96, 64, "TN", a, PACKED_E2M1, BF16, device_type="cuda", b_scaling="1x32", **more)
+    generator = torch.Generator().manual_seed(M)
+    given: dict[str, torch.Tensor] = {}
+    for name, rows, t in (("a", M, a), ("b", 96, PACKED_E2M1)):
+        q = fw.quantize(torch.randn(rows, 64, generator=generator), "mxfp4" if t == PACKED_E2M1 else "mxfp8_e4m3")
+        given[name], given[f"{name}_scale"], _ = q.operand("rowwise")
+    if a == BF16:
+        given = {**given, "a": torch.randn(M, 64, generator=generator).bfloat16(), "a_scale": None}  # type: ignore[dict-item]
+    seen: list[Any] = []
+
+    def decoded(operand: Operand, t: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+        assert scale is not None and operand.k_last
+        codes = formats.unpack_e2m1(t) if t.dtype == PACKED_E2M1 else t.view(torch.uint8)
+        fmt = formats.get("e2m1" if t.dtype == PACKED_E2M1 else "e4m3fn")
+        factor = expand_scale(scale, "1x32", (operand.rows, operand.columns), True)
+        return (formats.decode(codes, fmt, torch.float64) * factor).bfloat16()
+
+    def run(plain: GemmProblem, config: Any, tensors: Any) -> list[str]:
+        seen.append((plain, tensors))
+        return []
+
+    monkeypatch.setattr(sm90_decoded, "decoded", decoded)
+    monkeypatch.setattr(sm90_decoded.sm90_launch, "run", run)
+    out = torch.empty(M, 96, dtype=BF16)
+    tensors = fw.ops.gemm.problem.GemmTensors(
+        given["a"], given["b"], out, a_scale=given["a_scale"], b_scale=given["b_scale"]
+    )
+    assert sm90_decoded.run(p, None, tensors) == []
+    ((plain, got),) = seen
+    assert plain == sm90_decoded.plain_problem(p) and got.out is out
+    for name, k in (("a", 64), ("b", 64)):
+        t, scale = getattr(got, name), getattr(got, f"{name}_scale")
+        if name in left or given[f"{name}_scale"] is None:
+            assert t is given[name] and scale is given[f"{name}_scale"]
+        else:
+            assert scale is None and t.shape == (given[name].shape[0], k) and t.dtype == BF16
+            assert t.dtype == getattr(plain, f"{name}_dtype")
 
 
 @on_gpu

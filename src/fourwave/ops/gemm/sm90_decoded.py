@@ -53,13 +53,23 @@ def plain_problem(problem: GemmProblem) -> GemmProblem | None:
     if problem.a_dtype == problem.b_dtype == torch.float32 and problem.a_scaling is problem.b_scaling is None:
         k = len(SLICES["a"]) * _padded(problem.K)
         return replace(problem, a_dtype=torch.bfloat16, b_dtype=torch.bfloat16, K=k, bias_grad_dtype=None)
-    changes: dict[str, Any] = {}
     if "1x32" in (problem.a_scaling, problem.b_scaling) and sm90_config.why_unsupported(problem, None) is None:
         return None  # few rows with weights in MXFP4
-    for name in ("a", "b"):
-        if getattr(problem, f"{name}_scaling") == "1x32" and getattr(problem, f"{name}_dtype") in CODES:
-            changes |= {f"{name}_dtype": torch.bfloat16, f"{name}_scaling": None}
-    return replace(problem, **changes) if changes else None
+    # Weights are converted in registers where they can be, whatever a is.
+    for names in ("a", "ab"):
+        changes: dict[str, Any] = {}
+        for name in names:
+            if getattr(problem, f"{name}_scaling") == "1x32" and getattr(problem, f"{name}_dtype") in CODES:
+                changes |= {f"{name}_dtype": torch.bfloat16, f"{name}_scaling": None}
+        plain = replace(problem, **changes)
+        if changes and (names == "ab" or sm90_config.why_unsupported(plain, None) is None):
+            return plain
+    return None
+
+
+def decoded_operands(problem: GemmProblem, plain: GemmProblem) -> list[str]:
+    """Names of those that are written anew for `plain`."""
+    return [name for name in "ab" if getattr(problem, f"{name}_dtype") != getattr(plain, f"{name}_dtype")]
 
 
 def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | None:
@@ -77,7 +87,9 @@ def describe(problem: GemmProblem) -> list[str]:
     """How the operands become those of `plain_problem`."""
     if problem.a_dtype == problem.b_dtype == torch.float32:
         return ["float32 operands as three bfloat16 each, six products along K (sm90_decode.py)"]
-    names = [name for name in ("a", "b") if getattr(problem, f"{name}_scaling") == "1x32"]
+    plain = plain_problem(problem)
+    assert plain is not None
+    names = decoded_operands(problem, plain)
     return [f"{' and '.join(names)} decoded into bfloat16, exactly, by a kernel of its own (sm90_decode.py)"]
 
 
@@ -86,10 +98,13 @@ def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors)
     plain = plain_problem(problem)
     if plain is None:
         raise NotImplementedError(why_unsupported(problem, config))
-    a = decoded(Operand.of(problem, "a"), tensors.a, tensors.a_scale)
-    b = decoded(Operand.of(problem, "b"), tensors.b, tensors.b_scale)
+    used = tensors
+    for name in decoded_operands(problem, plain):
+        t = decoded(Operand.of(problem, name), getattr(tensors, name), getattr(tensors, f"{name}_scale"))
+        changes: dict[str, Any] = {name: t, f"{name}_scale": None}
+        used = used._replace(**changes)
+    a, b = used.a, used.b
     sums = None if plain.bias_grad_dtype is problem.bias_grad_dtype else tensors.bias_grad
-    used = tensors._replace(a=a, b=b, a_scale=None, b_scale=None)
     notes = sm90_launch.run(plain, config, used if sums is None else used._replace(bias_grad=None))
     if sums is not None:
         # Of the three parts of a, the first half of its copies, with a product that nobody reads.
@@ -112,11 +127,10 @@ def copies(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTenso
     """What `run` would note about copies."""
     plain = plain_problem(problem)
     assert plain is not None
-    a, b = (
-        t if t.dtype == torch.bfloat16 else Operand.of(problem, name).target("meta")
-        for name, t in (("a", tensors.a), ("b", tensors.b))
-    )
-    return sm90_launch.copies(plain, config, tensors._replace(a=a, b=b, a_scale=None, b_scale=None))
+    for name in decoded_operands(problem, plain):
+        changes: dict[str, Any] = {name: Operand.of(problem, name).target("meta"), f"{name}_scale": None}
+        tensors = tensors._replace(**changes)
+    return sm90_launch.copies(plain, config, tensors)
 
 
 @dataclass(frozen=True)
