@@ -83,6 +83,13 @@ def test_problems_that_the_kernel_cannot_run_are_refused_with_the_reason() -> No
     fp8 = GemmProblem(8, 16, 16, "NN", FP8[0], FP8[1], BF16, device_type="cuda")
     assert "K contiguous" in (why_unsupported(fp8, None) or "")
     assert why_unsupported(replace(fp8, layout="TN"), None) is None
+    weights = GemmProblem(256, 512, 64, "TN", BF16, FP8[0], BF16, device_type="cuda", b_scaling="1x32")
+    for packed in (weights, replace(weights, b_dtype=torch.uint8)):
+        assert why_unsupported(packed, None) is None and default_config(packed)[0].schedule == "swapped"
+        assert "up to 256 rows" in (why_unsupported(replace(packed, M=257), None) or "")
+        assert "whole blocks" in (why_unsupported(replace(packed, K=80), None) or "")
+        assert "a swapped tile takes them" in (why_unsupported(packed, sm90_config.SQUARE) or "")
+    assert "MXFP4 or MXFP8 (e4m3fn)" in (why_unsupported(replace(weights, b_dtype=FP8[1]), None) or "")
     huge = replace(sm90_config.HUGE, tile_k=128)
     precise = replace(fp8, layout="TN", M=512, N=512, K=512)
     assert "288 accumulators" in (why_unsupported(precise, huge) or "")
@@ -873,26 +880,49 @@ def test_fp8_blocks(M: int, N: int, K: int, fast: bool) -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize("code", ["e2m1", "e4m3fn"])
 @pytest.mark.parametrize(
-    ("M", "N", "K"), [(1, 300, 416), (16, 1096, 4096), (40, 520, 32), (64, 2056, 1568), (128, 264, 640)]
+    ("M", "N", "K"),
+    [
+        (1, 300, 416),
+        (16, 1096, 4096),
+        (40, 520, 32),
+        (64, 2056, 1568),
+        (128, 264, 640),
+        (200, 392, 672),
+        (256, 136, 1024),
+    ],
 )
-def test_mxfp4_weights(M: int, N: int, K: int) -> None:
-    """Codes of every value, scales of widely different size in each block, tails everywhere; every configuration."""
-    p = GemmProblem(M, N, K, "TN", BF16, torch.uint8, BF16, FP32, None, False, "cuda", None, "1x32")
+def test_mx_weights(M: int, N: int, K: int, code: str) -> None:
+    """Codes of every value, scales of widely different size in each block, one of them NaN, tails everywhere; every configuration.
+    e4m3fn: NaN in three rows, at either end of K and in the middle, which are NaN then."""
+    b_dtype = torch.uint8 if code == "e2m1" else FP8[0]
+    p = GemmProblem(M, N, K, "TN", BF16, b_dtype, BF16, FP32, None, False, "cuda", None, "1x32")
     generator = torch.Generator("cuda").manual_seed(5)
-    codes = torch.randint(0, 256, (N, K // 2), device="cuda", dtype=torch.uint8, generator=generator)
+    codes = torch.randint(
+        0, 256, (N, K // 2 if code == "e2m1" else K), device="cuda", dtype=torch.uint8, generator=generator
+    )
     scale = torch.randint(107, 148, (N, K // 32), device="cuda", dtype=torch.uint8, generator=generator)
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64, device="cuda")
-    values = torch.cat([values, -values])
-    b = torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], -1).reshape(N, K)
-    b = b * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+    if code == "e2m1":
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64, device="cuda")
+        values = torch.cat([values, -values])
+        b = torch.stack([values[(codes & 15).long()], values[(codes >> 4).long()]], -1).reshape(N, K)
+    else:
+        codes[codes & 127 == 127] = 3
+        for n, k, nan in ((5, K - 1, 0x7F), (N - 2, 0, 0xFF), (70, K // 2 + 1, 0x7F)):
+            codes[n, k] = nan
+        b = codes.view(FP8[0]).double()
+    scale[9, -1] = 255
+    factor = torch.where(scale == 255, torch.nan, torch.exp2(scale.double() - 127))
+    b = b * factor.repeat_interleave(32, 1)
     a = torch.randn(M, K, device="cuda", generator=generator).to(BF16)
     bias = torch.randn(N, device="cuda", generator=generator)
     exact = gemm_reference(a.double(), b, bias=bias, alpha=0.5)
     bound = bounds.gemm_bound(a.double(), b, BF16, bias=bias, alpha=0.5)
+    assert exact.isnan().sum() == (1 if code == "e2m1" else 4) * M
     for config in candidates(p):
         out = buffers.poisoned(M, N, BF16, "cuda", layout="sliced")
-        tensors = GemmTensors(a, codes, out.tensor, bias, 0.5, None, scale.view(torch.float8_e8m0fnu))
+        tensors = GemmTensors(a, codes.view(b_dtype), out.tensor, bias, 0.5, None, scale.view(torch.float8_e8m0fnu))
         sm90_launch.run(p, config, tensors)
         bounds.assert_within(out.tensor, exact, bound, str(config))
         out.assert_guards_intact()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -43,15 +44,18 @@ def test_what_is_multiplied() -> None:
     plain = sm90_decoded.plain_problem(problem(FP32, FP32, "NT", bias_grad_dtype=FP32))
     assert plain == GemmProblem(64, 96, 6 * 72, "NT", BF16, BF16, BF16, device_type="cuda")
     few_rows = replace(problem(BF16, PACKED_E2M1), K=64)  # converted in registers
-    for p in (problem(BF16, BF16), problem(FP16, FP16), problem(FP32, BF16), few_rows):
+    wide = replace(problem(BF16, E4M3), K=64)
+    for p in (problem(BF16, BF16), problem(FP16, FP16), problem(FP32, BF16), few_rows, wide):
         assert sm90_decoded.plain_problem(p) is None and not sm90_decoded.decodes(p)
-    for a in (E4M3, E5M2, PACKED_E2M1):  # with any a: that is decoded alone
-        p = replace(few_rows, a_dtype=a, a_scaling="1x32")
-        assert sm90_decoded.plain_problem(p) == few_rows and sm90_decoded.decodes(p)
+    for a, weights in itertools.product(
+        (E4M3, E5M2, PACKED_E2M1), (few_rows, wide)
+    ):  # with any a: that is decoded alone
+        p = replace(weights, a_dtype=a, a_scaling="1x32")
+        assert sm90_decoded.plain_problem(p) == weights and sm90_decoded.decodes(p)
         assert sm90_decoded.describe(p)[0].startswith("a decoded")
-        both = replace(p, M=129, a_dtype=BF16, a_scaling=None, b_dtype=BF16, b_scaling=None)
-        assert sm90_decoded.plain_problem(replace(p, M=129)) == both
-        assert sm90_decoded.describe(replace(p, M=129))[0].startswith("a and b decoded")
+        both = replace(p, M=257, a_dtype=BF16, a_scaling=None, b_dtype=BF16, b_scaling=None)
+        assert sm90_decoded.plain_problem(replace(p, M=257)) == both
+        assert sm90_decoded.describe(replace(p, M=257))[0].startswith("a and b decoded")
         swiglu = replace(both, M=few_rows.M, activation="swiglu")
         assert sm90_decoded.plain_problem(replace(p, activation="swiglu")) == swiglu
     # What those tiles do not write is a reason to decode; there is a tile for each then.
@@ -222,7 +226,7 @@ def test_epilogues(mix: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "M", "left"), [(E4M3, 40, ["b"]), (PACKED_E2M1, 40, ["b"]), (E4M3, 200, []), (BF16, 200, [])]
+    ("a", "M", "left"), [(E4M3, 40, ["b"]), (PACKED_E2M1, 40, ["b"]), (E4M3, 300, []), (BF16, 300, [])]
 )
 def test_what_the_kernel_gets(a: torch.dtype, M: int, left: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With stand-ins for both kernels: operands decoded as `plain_problem` says, the others with their scales as given."""

@@ -3,7 +3,8 @@
 A code's magnitude bits, put where bf16 keeps the last two bits of its exponent and the first of its mantissa, are a bf16 number:
 the code's value times 2^-126, subnormals included. One multiplication by a power of two makes value * scale * 2^-SHIFT of it,
 exactly; the sums are multiplied by 2^SHIFT at the end. Without the shift a scale of 4 would be out of bf16's range. With it,
-scales from 2^-108 to 2^25 are exact; above them the products are infinite or NaN, below them they round to multiples of 2^-109.
+scales from 2^-108 to 2^25 are exact; above them, and with the scale that is NaN, the products are infinite or NaN, below them they
+round to multiples of 2^-109.
 """
 
 from cutlass import Int32, cute
@@ -24,16 +25,16 @@ def _load_quad(address):
     return assembly("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [address], 4, True)
 
 
-def _factors(word):
-    """The four factors in bf16, each twice, of the four scale codes in `word`."""
+def _factors(word, bias):
+    """The four factors in bf16, each twice, of the four scale codes in `word`. bias: _BIAS."""
     text = (
         "{ .reg .b32 t, u; "
         "prmt.b32 t, $4, 0, 0x4140; mad.lo.u32 t, t, 128, $5; min.u16x2 t, t, $6; "
         "prmt.b32 u, $4, 0, 0x4342; mad.lo.u32 u, u, 128, $5; min.u16x2 u, u, $6; "
         "prmt.b32 $0, t, 0, 0x1010; prmt.b32 $1, t, 0, 0x3232; prmt.b32 $2, u, 0, 0x1010; prmt.b32 $3, u, 0, 0x3232; }"
     )
-    bias, infinity = Int32(_BIAS * 128 * 0x10001), Int32(0x7F807F80)
-    return assembly(text, "=&r,=&r,=&r,=&r,r,r,r", [word, bias, infinity], 4)
+    nan = Int32(0x7FFF7FFF)  # of what is past bf16's exponents, 255 (NaN) with it
+    return assembly(text, "=&r,=&r,=&r,=&r,r,r,r", [word, Int32(bias * 128 * 0x10001), nan], 4)
 
 
 def _pair(word, selector, factor):
@@ -77,6 +78,14 @@ def load_scales(scales: cute.Tensor, base: cute.Pointer, row: Int32) -> None:
             scales[4 * half + i] = word
 
 
+def step_factors(scales: cute.Tensor, step: Int32, half: int, bias: int) -> list[Int32]:
+    """The factors of the four blocks of a row in this STEP of the group."""
+    word = scales[4 * half]
+    for i in range(1, GROUP_STEPS):
+        word = _select(step, i, scales[4 * half + i], word)
+    return _factors(word, bias)
+
+
 def convert(fragment: cute.Tensor, codes: list[list[Int32]], scales: cute.Tensor, step: Int32, lane: Int32) -> None:
     """Fill a 64 x STEP operand of wgmma in registers, of which this thread holds parts of two rows.
 
@@ -86,10 +95,7 @@ def convert(fragment: cute.Tensor, codes: list[list[Int32]], scales: cute.Tensor
     """
     selector = lane % 4 + 0x4440
     for half in range(2):
-        word = scales[4 * half]
-        for i in range(1, GROUP_STEPS):
-            word = _select(step, i, scales[4 * half + i], word)
-        factors = _factors(word)
+        factors = step_factors(scales, step, half, _BIAS)
         for block in range(STEP // BLOCK):
             for chunk, codes_of_8 in enumerate(codes[4 * half + block]):
                 k16, upper = 2 * block + chunk // 2, chunk % 2

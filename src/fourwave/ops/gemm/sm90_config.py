@@ -28,7 +28,7 @@ MAX_ACCUMULATORS = 192  # per thread; of at most 255 registers, the rest holds a
 MEASURED_EXTENT = 3584  # least extent of the products that were timed; with few rows of all but M
 MEASURED_ROWS = 64  # at most, with few rows
 MAX_EXTENT = 2**31 - 2**12  # TMA coordinates are int32, and rounding up to a tile must not overflow
-PACKED_ROWS = 128  # of a, at most, with weights in MXFP4
+PACKED_ROWS = 256  # of a, at most, with weights in MX
 PACKED_STEP = 128  # k of a stage then
 MAX_STRIDE_BYTES = 2**40  # of a tensor map
 DTYPES = (torch.bfloat16, torch.float16)
@@ -135,8 +135,8 @@ def smem_bytes(config: HopperConfig, elem_bytes: int, block_scaled: bool = False
 
 
 def packed(problem: GemmProblem) -> bool:
-    """Whether b is MXFP4, which only the swapped kernel multiplies."""
-    return problem.b_dtype == PACKED_E2M1 and problem.b_scaling == "1x32"
+    """Whether b is MXFP4 or MXFP8 (e4m3fn), which only the swapped kernel multiplies, with bfloat16."""
+    return problem.b_dtype in (PACKED_E2M1, torch.float8_e4m3fn) and problem.b_scaling == "1x32"
 
 
 def tile_k(problem: GemmProblem) -> int:
@@ -160,14 +160,14 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
         return reason
     if problem.b_scaling == "1x32":
         if not packed(problem) or problem.a_dtype != torch.bfloat16:
-            return f"{problem.a_dtype} with {problem.b_dtype} in blocks of 32: the kernel takes bfloat16 with weights in MXFP4"
+            return f"{problem.a_dtype} with {problem.b_dtype} in blocks of 32: the kernel takes bfloat16 with weights in MXFP4 or MXFP8 (e4m3fn)"
         if problem.layout != "TN" or problem.M > PACKED_ROWS or problem.K % 32:
             return (
-                f"{problem.M}x{problem.N}x{problem.K} {problem.layout} with weights in MXFP4: the kernel takes TN with up to "
+                f"{problem.M}x{problem.N}x{problem.K} {problem.layout} with weights in MX: the kernel takes TN with up to "
                 f"{PACKED_ROWS} rows and K in whole blocks of 32"
             )
         if more_outputs(problem) or problem.activation == SWIGLU:
-            return "swiglu, saved preactivation, bias gradient or quantized result with weights in MXFP4: a swapped tile has none of these"
+            return "swiglu, saved preactivation, bias gradient or quantized result with weights in MX: a swapped tile has none of these"
     elif problem.a_dtype in FP8 and problem.b_dtype in FP8:
         if problem.layout != "TN":
             return f"layout {problem.layout} with FP8 operands: wgmma reads 8-bit operands with K contiguous only"
@@ -197,7 +197,7 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
     if config.schedule == "swapped":
         return _why_swapped_unsupported(problem, config)
     if packed(problem):
-        return f"schedule {config.schedule!r} with weights in MXFP4: a swapped tile takes them"
+        return f"schedule {config.schedule!r} with weights in MX: a swapped tile takes them"
     return _why_config_unsupported(problem, config)
 
 
@@ -349,8 +349,10 @@ def swapped_smem_bytes(problem: GemmProblem, config: HopperConfig) -> int:
     stage_a, stage_b = config.tile_m * SWIZZLE_BYTES, config.tile_n * SWIZZLE_BYTES
     more = (width - config.tile_n) * SWIZZLE_BYTES
     scales = 0
-    if packed(problem):  # codes of 64 bytes and 16 scales a row
-        stage_a, stage_b, more = 2 * stage_a, stage_b // 2, more // 2
+    if packed(problem):  # codes of 64 or 128 bytes and 16 scales a row
+        stage_a = 2 * stage_a
+        if problem.b_dtype == PACKED_E2M1:
+            stage_b, more = stage_b // 2, more // 2
         scales = config.num_stages * -(-config.tile_n // 8) * 128 + (width - config.tile_n) * 16
     stages = config.num_stages * (stage_a + stage_b) + more
     partial = 4 * config.tile_m * (width + 4)
@@ -434,7 +436,7 @@ _BYTES_PER_SECOND = 4.4e12
 _SM_BYTES_PER_SECOND = 33e9
 _L2_BYTES_PER_SECOND = 39e12
 _SPLIT_SECONDS, _TURN_SECONDS, _SHARE_SECONDS = 0.58e-6, 0.024e-6, 0.15e-6
-_CONVERT_SECONDS = {64: 0.27e-6, 128: 0.44e-6}  # of a stage of MXFP4, by rows, with 8 tokens
+_CONVERT_SECONDS = {64: 0.27e-6, 128: 0.44e-6}  # of a stage of MXFP4, by rows, with 8 tokens; taken for MXFP8, too
 _STORE_SECONDS = 0.8e-6  # of a 256x128 tile, where nothing else runs meanwhile
 _RATES = {
     HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_BLOCKS: 0.95, PROMOTING_SQUARE: 0.92, PROMOTING_LOW: 0.52
@@ -462,7 +464,7 @@ def candidates(problem: GemmProblem) -> tuple[HopperConfig, ...]:
         tiles = [
             replace(c, cluster_m=1, cluster_n=c.cluster_m) if c.cluster_m > 1 and c.tile_n < 256 else c for c in tiles
         ]
-    if problem.M <= _TOKENS[-1]:
+    if problem.M <= _TOKENS[-1] or packed(problem):
         tiles += _swapped_candidates(problem)
     return tuple(config for config in tiles if why_unsupported(problem, config) is None)
 
@@ -508,7 +510,9 @@ def clusters(config: HopperConfig, num_sms: int = NUM_SMS) -> int:
 
 def _swapped_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
     """Reading of weights by all and by the busiest CTA, and what splits, turns and sharing cost."""
-    elem_bytes = 0.53125 if packed(problem) else problem.b_dtype.itemsize
+    elem_bytes = float(problem.b_dtype.itemsize)
+    if packed(problem):
+        elem_bytes = (0.5 if problem.b_dtype == PACKED_E2M1 else 1) + 1 / 32
     turns = -(-_swapped_tiles(problem, config) // clusters(config))
     all_steps = -(-problem.K // config.tile_k)
     k_steps = -(-all_steps // config.split)

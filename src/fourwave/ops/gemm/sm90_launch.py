@@ -93,8 +93,11 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
         torch.float8_e4m3fn: cutlass.Float8E4M3FN, torch.float8_e5m2: cutlass.Float8E5M2,
     }  # fmt: skip
     config = spec.config
-    packed = spec.b_dtype == PACKED_E2M1
+    packed = spec.b_scaling == "1x32"
+    wide_codes = packed and spec.b_dtype != PACKED_E2M1
     types[PACKED_E2M1] = cutlass.Uint8
+    if wide_codes:
+        types[spec.b_dtype] = cutlass.Uint8
     a_type, b_type, out_type, bias_type, z_type, bias_grad_type = (
         types[dtype]
         for dtype in (
@@ -110,12 +113,13 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
         kernel = sm90_swapped.SwappedGemm(
             config.tile_n, config.tile_m, config.num_stages, config.split, config.cluster_n,
             TmaLoader(
-                b_type, config.tile_n, config.tile_k // 2 if packed else config.tile_k, spec.layout == "TN",
-                config.num_stages, 1, -(-config.tile_n // 64) * 64, swizzle=64 if packed else SWIZZLE_BYTES,
+                b_type, config.tile_n, config.tile_k // 2 if packed and not wide_codes else config.tile_k,
+                spec.layout == "TN", config.num_stages, 1, -(-config.tile_n // 64) * 64,
+                swizzle=64 if packed and not wide_codes else SWIZZLE_BYTES,
             ),
             TmaLoader(a_type, config.tile_m, config.tile_k, True, config.num_stages, config.cluster_n),
             out_type, bias_type, spec.activation, spec.accumulate, spec.a_scaling, None if packed else spec.b_scaling,
-            spec.promote, spec.single, spec.vector, config.overlap, packed,
+            spec.promote, spec.single, spec.vector, config.overlap, packed, wide_codes,
         )  # fmt: skip
     else:
         swiglu = spec.activation == SWIGLU

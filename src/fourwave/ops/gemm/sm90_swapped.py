@@ -7,7 +7,8 @@ all multiprocessors read.
 a       [M, K], K contiguous;  b  [N, K] or [K, N], either dimension contiguous (8-bit floats: K)
         bfloat16 or float16, one for both; or float8_e4m3fn and float8_e5m2 in any pair. Accumulated in float32; `promote`
         as in sm90.py. Or a bfloat16 and b `packed`: MXFP4, [N, K / 2] bytes with scales [N, K / 32] in rows that start at
-        multiples of 16 bytes; the consumers turn it into bf16 in registers (blocks.cutedsl.mxfp4)
+        multiples of 16 bytes; the consumers turn it into bf16 in registers (blocks.cutedsl.mxfp4). `wide_codes`: MXFP8,
+        [N, K] bytes (blocks.cutedsl.mxfp8)
 scale_* as in sm90.py
 out     float32, bfloat16 or float16, N contiguous, any row stride, any base
 
@@ -50,7 +51,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from fourwave.blocks.cutedsl import mma as mma_block
-from fourwave.blocks.cutedsl import mxfp4, reduction
+from fourwave.blocks.cutedsl import mxfp4, mxfp8, reduction
 from fourwave.blocks.cutedsl.loaders import ScaleLoader, TmaLoader
 from fourwave.blocks.cutedsl.mma import WARPGROUP
 
@@ -86,6 +87,7 @@ class SwappedGemm:
     vector: bool
     overlap: bool
     packed: bool = False
+    wide_codes: bool = False
 
     @property
     def consumers(self) -> int:
@@ -137,13 +139,16 @@ class SwappedGemm:
     @cute.jit
     def convert(
         self, words: cute.Tensor, codes: cute.Pointer, scales: cute.Pointer, scale_words: cute.Tensor, stage: Int32, k: Int32,
-        k_begin: Int32, row: Int32, thread: Int32,
+        k_begin: Int32, row: Int32, thread: Int32, largest: cute.Tensor,
     ):  # fmt: skip
-        """words, a fragment, from a stage; `scale_words` keeps the scales for the steps that share them."""
+        """words, a fragment, from a stage; `scale_words` keeps the scales for the steps that share them. largest: as in mxfp8."""
         if k == 0 or (k_begin + k) % mxfp4.GROUP_STEPS == 0:
             mxfp4.load_scales(scale_words, scales + stage * self.scale_loader.block_elements, row)
-        loaded = mxfp4.load_codes(codes + stage * self.loader_b.stage_bytes, row)
-        mxfp4.convert(words, loaded, scale_words, (k_begin + k) % mxfp4.GROUP_STEPS, thread % 32)
+        of_stage, step = codes + stage * self.loader_b.stage_bytes, (k_begin + k) % mxfp4.GROUP_STEPS
+        if cutlass.const_expr(self.wide_codes):
+            mxfp8.convert(words, mxfp8.load_codes(of_stage, row, thread % 32), scale_words, step, largest)
+        else:
+            mxfp4.convert(words, mxfp4.load_codes(of_stage, row), scale_words, step, thread % 32)
 
     @cute.jit
     def scale_offsets(self, M: Int32, N: Int32, m0: Int32, n0: Int32, k_tiles: Int32, thread: Int32):
@@ -169,7 +174,9 @@ class SwappedGemm:
         """As sm90.Gemm.__call__; group is not used."""
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
         tma_b, coordinates_b = self.loader_b.tma(
-            self.loader_b.matrix(b, N, K // 2 if cutlass.const_expr(self.packed) else K, b_stride)
+            self.loader_b.matrix(
+                b, N, K // 2 if cutlass.const_expr(self.packed and not self.wide_codes) else K, b_stride
+            )
         )
         tma_s = coordinates_s = None
         if cutlass.const_expr(self.packed):
@@ -261,6 +268,7 @@ class SwappedGemm:
         first_tile = cute.arch.block_idx()[0] // cluster
 
         scale_words = cute.make_rmem_tensor(8, Int32)  # of a consumer
+        largest = cute.make_rmem_tensor(2, Int32)  # of its codes
         if warp == self.consumer_threads // 32:
             # Producer.
             shared_a, global_a = loader_a.partition(tma_a, coordinates_a, smem_a, column)
@@ -341,6 +349,7 @@ class SwappedGemm:
                 if cutlass.const_expr(self.packed):
                     # One step is converted while the one before it is multiplied, out of another fragment.
                     acc.fill(0.0)
+                    largest.fill(0)
                     row = consumer * ROWS + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
                     for turns in cutlass.range(k_count // 2, unroll=1):
                         for half in cutlass.range_constexpr(2):
@@ -348,7 +357,7 @@ class SwappedGemm:
                             cute.arch.mbarrier_wait(full + read.index, read.phase)
                             self.convert(
                                 words_b[half], storage.b.data_ptr(), storage.scales.data_ptr(), scale_words, read.index, k,
-                                k_begin, row, thread,
+                                k_begin, row, thread, largest,
                             )  # fmt: skip
                             warpgroup.fence()
                             mma_block.multiply_registers(mma, acc, operand_b[half], operand_a, read.index)
@@ -361,7 +370,7 @@ class SwappedGemm:
                         cute.arch.mbarrier_wait(full + read.index, read.phase)
                         self.convert(
                             words_b[0], storage.b.data_ptr(), storage.scales.data_ptr(), scale_words, read.index,
-                            k_count - 1, k_begin, row, thread,
+                            k_count - 1, k_begin, row, thread, largest,
                         )  # fmt: skip
                         warpgroup.fence()
                         # An instruction of the branch's own: what `multiply_registers` sets in it is not there outside.
@@ -375,6 +384,8 @@ class SwappedGemm:
                     warpgroup.wait_group(0)
                     self.release(empty + release.index, part, thread)
                     release.advance()
+                    if cutlass.const_expr(self.wide_codes):
+                        mxfp8.spoil(acc, largest)
                 elif cutlass.const_expr(self.promote):
                     total.fill(0.0)
                     rows, columns = self.scale_offsets(
