@@ -281,8 +281,10 @@ def _why_config_unsupported(problem: GemmProblem, config: HopperConfig) -> str |
         return f"num_stages={config.num_stages}: a tile is loaded while another is multiplied, so at least 2"
     if config.cluster_m not in (1, 2, 4) or config.cluster_n not in (1, 2, 4) or config.cluster_size > 4:
         return f"cluster {config.cluster_m}x{config.cluster_n}: powers of two, at most 4 CTAs"
-    if (config.tile_m // 64) % config.cluster_n or (config.tile_n // 64) % config.cluster_m:
-        return f"cluster {config.cluster_m}x{config.cluster_n}: each CTA loads its share of a tile in slices of 64 rows"
+    # Slices of whole swizzle periods; of operands whose M or N is contiguous those are 64 elements of it.
+    rows = 8 if problem.a_dtype in FP8 else 64
+    if config.tile_m % (rows * config.cluster_n) or config.tile_n % (rows * config.cluster_m):
+        return f"cluster {config.cluster_m}x{config.cluster_n}: each CTA loads its share of a tile in slices of {rows} rows"
     if config.along not in ("m", "n"):
         return f"bands along {config.along!r}: along m or n"
     if problem.activation == SWIGLU:
@@ -425,9 +427,16 @@ _LEAST_ROWS = 32
 PROMOTING_TALL = HopperConfig(256, 128, store_stages=2, cluster_m=1, cluster_n=2)
 PROMOTING_BLOCKS = HopperConfig(256, 128, store_stages=1, cluster_m=2, cluster_n=1, group=4)
 PROMOTING_LONG = HopperConfig(128, 192, store_stages=3, cluster_m=1, cluster_n=2)
+# What the cluster shares decides how much comes from L2 in a step: b's 192 columns are more than a's 128 rows.
+PROMOTING_PAIR = HopperConfig(128, 192, store_stages=3, cluster_m=2, cluster_n=1, group=4)
+PROMOTING_ROWS = HopperConfig(
+    256, 128, store_stages=1, cluster_m=1, cluster_n=2
+)  # as yet not timed, nor the one before
 PROMOTING_SQUARE = HopperConfig(128, 128, num_stages=6, store_stages=1)
 PROMOTING_LOW = HopperConfig(64, 128, consumers=1, num_stages=8, cluster_m=1)
-_PROMOTING = (PROMOTING_TALL, PROMOTING_BLOCKS, PROMOTING_LONG, PROMOTING_SQUARE, PROMOTING_LOW)
+_PROMOTING = (
+    PROMOTING_TALL, PROMOTING_BLOCKS, PROMOTING_LONG, PROMOTING_PAIR, PROMOTING_ROWS, PROMOTING_SQUARE, PROMOTING_LOW
+)  # fmt: skip
 
 # A model of the time, its constants from one H200 (docs/hopper.md). Rates are relative to WIDE on full waves.
 _SM_FLOPS = 5.9e12  # of WIDE's main loop, per SM and second
@@ -439,7 +448,8 @@ _SPLIT_SECONDS, _TURN_SECONDS, _SHARE_SECONDS = 0.58e-6, 0.024e-6, 0.15e-6
 _CONVERT_SECONDS = {64: 0.27e-6, 128: 0.44e-6}  # of a stage of MXFP4, by rows, with 8 tokens; taken for MXFP8, too
 _STORE_SECONDS = 0.8e-6  # of a 256x128 tile, where nothing else runs meanwhile
 _RATES = {
-    HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_BLOCKS: 0.95, PROMOTING_SQUARE: 0.92, PROMOTING_LOW: 0.52
+    HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_BLOCKS: 0.95, PROMOTING_ROWS: 0.95, PROMOTING_SQUARE: 0.92,
+    PROMOTING_LOW: 0.52,
 }  # fmt: skip
 # SQUARE hides its stores and reads more shared memory per product than WIDE. The first outweighs the second where tiles
 # are short and the chip is at its power limit, which a BF16 call of less than half a millisecond does not bring it to.
@@ -486,7 +496,7 @@ def _rate(problem: GemmProblem, config: HopperConfig) -> float:
     k_bytes = problem.K * problem.a_dtype.itemsize
     drift = volume * (k_bytes / 16384) ** 0.5
     short = k_bytes <= _SQUARE_K_BYTES and (volume >= _SQUARE_VOLUME or problem.a_dtype in FP8)
-    if config == PROMOTING_LONG and problem.a_scaling != "1x128":
+    if config in (PROMOTING_LONG, PROMOTING_PAIR) and problem.a_scaling != "1x128":
         return 0.965
     if config == HUGE:
         return 1.02 if drift > _DRIFT_VOLUMES[1] else 0.97
