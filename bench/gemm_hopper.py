@@ -84,7 +84,9 @@ def views(a: torch.Tensor, b: torch.Tensor, layout: str) -> tuple[torch.Tensor, 
 
 def pick(t: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
     """t.index_select, for FP8 too."""
-    return t.view(torch.uint8).index_select(dim, index).view(t.dtype) if t.dtype == E4M3 else t.index_select(dim, index)
+    if t.dtype.itemsize == 1:
+        return t.view(torch.uint8).index_select(dim, index).view(t.dtype)
+    return t.index_select(dim, index)
 
 
 class Truth:
@@ -139,6 +141,27 @@ class Truth:
         return worst
 
 
+@functools.cache
+def _capture_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+def captured(call: Callable[[int], None], count: int) -> torch.cuda.CUDAGraph:
+    """A graph of `count` calls. torch.cuda.graph would collect garbage and empty the allocator's cache each time, which takes longer
+    than all samples of a small product."""
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        try:
+            for turn in range(count):
+                call(turn)
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph
+
+
 def time_interleaved(variants: dict[str, Callable[[int], None]], samples: int) -> dict[str, list[float]]:
     """Seconds per call, `samples` of each variant. A variant takes the number of the operand set to use.
 
@@ -160,10 +183,7 @@ def time_interleaved(variants: dict[str, Callable[[int], None]], samples: int) -
         end.synchronize()
         seconds = max(start.elapsed_time(end) * 1e-3 / 2, 1e-6)
         counts[name] = max(1 if seconds > 4 * SAMPLE_SECONDS else 2, math.ceil(SAMPLE_SECONDS / seconds))
-        graphs[name] = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graphs[name]):
-            for turn in range(counts[name]):
-                call(turn)
+        graphs[name] = captured(call, counts[name])
     order = list(variants)
     shuffle = random.Random(0).shuffle
     events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
