@@ -85,6 +85,9 @@ class Quantize:
         self, x: Int64, x_stride: Int64, data: Int64, scale: Int64, columnwise_data: Int64, columnwise_scale: Int64,
         row_amax: Int64, column_amax: Int64, R: Int32, C: Int32,
     ):  # fmt: skip
+        # A product that follows may be set up meanwhile; it waits for this grid to end.
+        cute.arch.griddepcontrol_launch_dependents()
+
         @cute.struct
         class Storage:
             amax: cute.struct.Align[cute.struct.MemRange[Int32, 2 * PARTS * TILE], 16]

@@ -58,6 +58,8 @@ class Decode:
         self, x: Int64, x_stride: Int64, scale: Int64, out: Int64, out_stride: Int64, copy_stride: Int64, R: Int32, C: Int32,
         rows: Int32, columns: Int32,
     ):  # fmt: skip
+        # The product may be set up meanwhile; it waits for this grid to end.
+        cute.arch.griddepcontrol_launch_dependents()
         tiles_n = (columns + TILE - 1) // TILE
         tile = cute.arch.block_idx()[0]
         tile_m = tile // tiles_n
