@@ -55,6 +55,7 @@ SMALL = (
 LARGE = ((16384, 8192, 28672), (16384, 16384, 53248), (32768, 18432, 16384), (59136, 8192, 32768), (8192, 57344, 8192))
 PROMOTE = ((8192, 8192, 8192), (4096, 12288, 4096), (8192, 4096, 14336), (4096, 4096, 4096), (8192, 28672, 4096))
 SHAPES = {"sweep": SWEEP, "small": SMALL, "large": LARGE, "promote": PROMOTE}
+SCALINGS = {"block": ("1x128", "128x128"), "blocks_of_both": ("1x128", "1x128")}  # of blocks
 SAMPLE_SECONDS = 1e-3
 
 
@@ -98,7 +99,7 @@ class Truth:
     ) -> None:  # fmt: skip
         """scale_a, scale_b: as broadcast against op(a), op(b); those of blocks as stored."""
         op_a, op_b = views(a, b, layout)
-        blocks = scaling == "block"
+        scalings = SCALINGS.get(scaling)
         self.parts: list[tuple[int, torch.Tensor, int, torch.Tensor, torch.Tensor]] = []
         for dim in (0, 1):
             size = (op_a.shape[0], op_b.shape[1])[dim]
@@ -107,9 +108,9 @@ class Truth:
             factor_a = factor_b = None
             if scale_a is not None and scale_b is not None:
                 factor_a, factor_b = scale_a.double(), scale_b.double()
-                if blocks:
-                    factor_a = expand_scale(scale_a, "1x128", tuple(a.shape), True)
-                    factor_b = expand_scale(scale_b, "128x128", tuple(b.shape), True).T
+                if scalings is not None:
+                    factor_a = expand_scale(scale_a, scalings[0], tuple(a.shape), True)
+                    factor_b = expand_scale(scale_b, scalings[1], tuple(b.shape), True).T
                 if factor_a.numel() > 1 and dim == 0:
                     factor_a = factor_a[index]
                 if factor_b.numel() > 1 and dim == 1:
@@ -265,8 +266,8 @@ def measure(
     out_dtype = torch.bfloat16 if is_fp8 else dtype
     problem = GemmProblem(M, N, K, layout, dtype, dtype, out_dtype, device_type="cuda", fast_accum=fast)
     if is_fp8:
-        block = scaling == "block"
-        problem = replace(problem, a_scaling="1x128" if block else scaling, b_scaling="128x128" if block else scaling)
+        a_scaling, b_scaling = SCALINGS.get(scaling, (scaling, scaling))
+        problem = replace(problem, a_scaling=a_scaling, b_scaling=b_scaling)
     num_sets = max(1, math.ceil(2 * l2_bytes / (dtype.itemsize * (M * K + N * K))))
     sets = [operands(M, N, K, layout, dtype) for _ in range(num_sets)]
     packed: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -277,15 +278,16 @@ def measure(
     scale_a = scale_b = theirs_a = theirs_b = None
     if is_fp8 and scaling == "tensor":
         scale_a, scale_b = torch.tensor(0.75, device="cuda"), torch.tensor(0.25, device="cuda")
-    elif is_fp8 and scaling == "block":
+    elif is_fp8 and scaling in SCALINGS:
         scale_a, scale_b = (
             torch.rand(shape or (), device="cuda") + 0.5 for shape in (problem.a_scale_shape, problem.b_scale_shape)
         )
-        # cuBLASLt's: scales of a with rows contiguous; of b, padded so that a column of blocks starts at a multiple of 4.
+        # cuBLASLt's: 1x128 with rows contiguous; 128x128 padded so that a column of blocks starts at a multiple of 4.
         k_blocks = scale_b.shape[1]
         padded = scale_b.new_zeros(scale_b.shape[0], -(-k_blocks // 4) * 4)
         padded[:, :k_blocks] = scale_b
-        theirs_a, theirs_b = scale_a.T.contiguous().T, padded[:, :k_blocks].T
+        theirs_a = scale_a.T.contiguous().T
+        theirs_b = padded[:, :k_blocks].T if scaling == "block" else scale_b.T.contiguous()
     elif is_fp8:
         scale_a, scale_b = torch.rand(M, 1, device="cuda") + 0.5, torch.rand(1, N, device="cuda") + 0.5
     if theirs_a is None:
@@ -351,7 +353,9 @@ def measure(
     times = time_interleaved(variants, samples)
     medians = {label: statistics.median(values) for label, values in times.items()}
     best = min(configs, key=lambda label: medians[label])
-    row["config"] = str(configs[best] or sm90_config.default_config(problem)[0])
+    row["config"] = "the grouped weight gradient's"
+    if scaling != "blocks_of_both":
+        row["config"] = str(configs[best] or sm90_config.default_config(problem)[0])
     row["seconds"] = times
     row["ratio"] = medians["cublas"] / medians[best]
     if deepgemm:
@@ -394,9 +398,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument(
         "--scaling",
-        choices=["tensor", "row", "block"],
+        choices=["tensor", "row", *SCALINGS],
         default="tensor",
-        help="of FP8 operands; block: 1x128 of a with 128x128 of b",
+        help="of FP8 operands; block: 1x128 of a with 128x128 of b; blocks_of_both: 1x128 of both, llm81's weight gradients as TN",
     )
     parser.add_argument("--preheat", type=float, default=0.0, help="seconds of products before the first row")
     parser.add_argument("--samples", type=int, default=10)
@@ -423,7 +427,8 @@ def main() -> None:
     preheat(args.preheat)
     for layout in layouts:
         if args.suite == "llm81":
-            shapes = [(str(row), row.gemm(layout)) for row in llm81()]
+            gradients = args.scaling == "blocks_of_both"
+            shapes = [(str(row), row.gemm("NT" if gradients else layout)) for row in llm81()]
         elif args.suite == "decode":
             weights = [row for row in llm81() if row.microbatch == 1]
             rows_m = [int(m) for m in args.rows.split(",")]
