@@ -5,6 +5,7 @@
     python bench/gemm_hopper.py --suite sweep --configs all        # every config on a few shapes
     python bench/gemm_hopper.py --suite llm81 --dtype fp8          # e4m3fn, float32 sums every 128 k; fp8_fast: the unit's own
     python bench/gemm_hopper.py --suite decode --dtype mxfp4       # weights in MXFP4, a in bf16, against torch.mm in bf16
+    python bench/gemm_hopper.py --suite decode --dtype mxfp4_shuffled  # the same, after fw.preshuffle; and plain
     python bench/gemm_hopper.py --suite promote --dtype fp8 --scaling block --configs all --deepgemm
 
 cuBLAS is torch.mm, and torch._scaled_mm for FP8 (use_fast_accum for fp8_fast, not for fp8), with the scales of --scaling.
@@ -38,12 +39,20 @@ import fourwave as fw
 from fourwave.backends import registry
 from fourwave.formats.scaling import expand_scale
 from fourwave.ops.gemm import sm90_config
+from fourwave.ops.gemm.preshuffled_mxfp4 import shuffle_codes, shuffle_scale
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.testing import bounds
 from fourwave.testing.llm_shapes import llm81
 
 E4M3 = torch.float8_e4m3fn
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": E4M3, "fp8_fast": E4M3, "mxfp4": torch.bfloat16}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": E4M3,
+    "fp8_fast": E4M3,
+    "mxfp4": torch.bfloat16,
+    "mxfp4_shuffled": torch.bfloat16,
+}
 SWEEP = (
     (4096, 4096, 4096), (4096, 12288, 4096), (4096, 22016, 4096), (4096, 4096, 11008), (8192, 6144, 4096),
     (8192, 3584, 18944), (16384, 10240, 8192), (8192, 16384, 16384),
@@ -271,10 +280,15 @@ def measure(
     num_sets = max(1, math.ceil(2 * l2_bytes / (dtype.itemsize * (M * K + N * K))))
     sets = [operands(M, N, K, layout, dtype) for _ in range(num_sets)]
     packed: list[tuple[torch.Tensor, torch.Tensor]] = []
-    if precision == "mxfp4":
-        problem = replace(problem, b_dtype=torch.uint8, b_scaling="1x32")
+    in_order: list[tuple[torch.Tensor, torch.Tensor]] = []
+    if precision.startswith("mxfp4"):
+        shuffled = precision == "mxfp4_shuffled"
+        problem = replace(problem, b_dtype=torch.uint8, b_scaling="1x32", b_preshuffled=shuffled)
         packed = [mxfp4_weights(N, K) for _ in range(math.ceil(2 * l2_bytes * 32 / (17 * N * K)))]
         sets[0] = sets[0][0], in_bf16(*packed[0])
+        if shuffled:
+            in_order = packed
+            packed = [(shuffle_codes(codes), shuffle_scale(scale)) for codes, scale in packed]
     scale_a = scale_b = theirs_a = theirs_b = None
     if is_fp8 and scaling == "tensor":
         scale_a, scale_b = torch.tensor(0.75, device="cuda"), torch.tensor(0.25, device="cuda")
@@ -329,6 +343,16 @@ def measure(
         out.fill_(float("nan"))
         ours(0, config)
         errors[label] = truth.error(out)
+    of_plain = replace(problem, b_preshuffled=False)
+
+    def plain(turn: int) -> None:
+        codes, scale = in_order[turn % len(in_order)]
+        backend.run_gemm(of_plain, None, GemmTensors(sets[turn % num_sets][0], codes, out, b_scale=scale))
+
+    if problem.b_preshuffled:
+        out.fill_(float("nan"))
+        plain(0)
+        errors["plain"] = truth.error(out)
     row: dict[str, Any] = {"name": name, "layout": layout, "M": M, "N": N, "K": K, "error_over_bound": errors}
     head = f"{layout} {M:6} {N:6} {K:6}"
     if not all(error <= 1 for error in errors.values()):
@@ -349,6 +373,8 @@ def measure(
             deep_gemm.fp8_gemm_nt((a, turned), (b, scale_b), out)
 
         variants["deepgemm"] = theirs
+    if problem.b_preshuffled:
+        variants["plain"] = plain
     variants |= {label: functools.partial(ours, config=config) for label, config in configs.items()}
     times = time_interleaved(variants, samples)
     medians = {label: statistics.median(values) for label, values in times.items()}
@@ -371,6 +397,8 @@ def measure(
     compared = f"cublas {shown['cublas']:6.1f}  ours {shown[best]:6.1f} {unit}  {row['ratio']:.3f}"
     if deepgemm:
         compared += f"  deepgemm {shown['deepgemm']:6.1f}  {row['ratio_deepgemm']:.3f}"
+    if "plain" in medians:
+        compared += f"  plain {shown['plain']:6.1f}"
     lines = [f"{head}  {compared}  {row['config']}"]
     if sweep:
         lines += [f"      {shown[label]:6.1f}  {label}" for label in configs]

@@ -272,8 +272,8 @@ def test_what_preshuffle_refuses() -> None:
     for dtype in (torch.uint8, torch.int8, torch.bool, torch.float8_e8m0fnu, torch.bfloat16):
         with pytest.raises(ValueError, match=f"weights are {dtype}; .*float8_e4m3fn"):
             fw.preshuffle(torch.ones(32, 64).to(dtype))
-    with pytest.raises(ValueError, match="8-bit rowwise codes"):
-        fw.preshuffle(fw.quantize(torch.randn(32, 64), "mxfp4"))
+    with pytest.raises(ValueError, match="rowwise codes; this mxfp4 tensor has none"):
+        fw.preshuffle(fw.quantize(torch.randn(32, 64), "mxfp4", "columnwise"))
     scale = torch.ones(32, requires_grad=True)
     for wanting in (w.clone().requires_grad_(), QuantizedTensor.from_codes("fp8_row", w, scale)):
         with pytest.raises(ValueError, match="requires grad"):

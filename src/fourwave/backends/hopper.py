@@ -105,8 +105,9 @@ class HopperBackend(Backend):
             chosen, reasons = default_config(plain or problem)
         if plain is not None:
             reasons = [*sm90_decoded.describe(problem), *reasons]
-        swapped = getattr(chosen, "schedule", None) == "swapped"
-        return Description(f"ops/gemm/sm90{'_swapped' if swapped else ''}.py", ARCH, chosen, list(reasons))  # type: ignore[arg-type]
+        schedule = getattr(chosen, "schedule", None)
+        kernel = f"sm90_{schedule}" if schedule in ("swapped", "streamed") else "sm90"
+        return Description(f"ops/gemm/{kernel}.py", ARCH, chosen, list(reasons))  # type: ignore[arg-type]
 
     def run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         device = tensors.a.device

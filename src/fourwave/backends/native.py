@@ -10,6 +10,7 @@ import torch
 from fourwave import formats
 from fourwave.backends.base import Backend, Description
 from fourwave.formats.scaling import expand_scale
+from fourwave.ops.gemm.preshuffled_mxfp4 import unshuffle_codes, unshuffle_scale
 from fourwave.ops.gemm.problem import FLOAT8, PACKED_E2M1
 from fourwave.ops.gemm.reference import activate
 from fourwave.ops.grouped_gemm.preshuffle import unshuffle
@@ -182,8 +183,11 @@ def _in_plain_order(problem: GemmProblem, tensors: GemmTensors) -> tuple[GemmPro
     scale = tensors.b_scale
     if problem.b_scaling == "1x32":
         assert scale is not None
+        if tensors.b.dtype == PACKED_E2M1:
+            scale = unshuffle_scale(scale)
         scale = scale[:, : -(-problem.K // 32)]
-    plain = tensors._replace(b=unshuffle(tensors.b), b_scale=scale)
+    plain_order = unshuffle_codes if tensors.b.dtype == PACKED_E2M1 else unshuffle
+    plain = tensors._replace(b=plain_order(tensors.b), b_scale=scale)
     return replace(problem, b_preshuffled=False), plain
 
 

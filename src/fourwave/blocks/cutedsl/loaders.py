@@ -115,7 +115,7 @@ class ScaleLoader:
     """Scales of several k steps, `blocks` times `rows` of them below each other, each by TMA into a buffer of its own.
 
     slots          buffers
-    dtype, steps   float32 of SCALE_STEPS stages, or e8m0 codes: 16 bytes of a row
+    dtype, steps   elements of a row: float32 of SCALE_STEPS stages, 16 e8m0 codes, or any that fill a multiple of 16 bytes
     """
 
     rows: int
@@ -125,14 +125,18 @@ class ScaleLoader:
     steps: int = SCALE_STEPS
 
     @property
+    def row_bytes(self) -> int:
+        return self.steps * self.dtype.width // 8
+
+    @property
     def block_elements(self) -> int:
         """TMA writes to multiples of 128 bytes."""
-        return -(-self.rows * 16 // 128) * 1024 // self.dtype.width
+        return -(-self.rows * self.row_bytes // 128) * 1024 // self.dtype.width
 
     @property
     def slot_bytes(self) -> int:
         """Of what TMA brings."""
-        return self.blocks * self.rows * 16
+        return self.blocks * self.rows * self.row_bytes
 
     @property
     def elements(self) -> int:

@@ -40,11 +40,13 @@ def multiply(
 
 
 @cute.jit
-def multiply_registers(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, stage):
-    """As multiply, acc += a @ b, with a [mma, 64-row blocks, k steps] in registers."""
+def multiply_registers(
+    mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, stage, first: cutlass.Constexpr = 0
+):  # fmt: skip
+    """As multiply, acc += a @ b, with a [mma, 64-row blocks, k steps] in registers, and b's k steps from `first` on."""
     mma.set(warpgroup.Field.ACCUMULATE, True)
     for k in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        cute.gemm(mma, acc, a[(None, None, k)], b[(None, None, k, stage)], acc)
+        cute.gemm(mma, acc, a[(None, None, k)], b[(None, None, k + first, stage)], acc)
     warpgroup.commit_group()
 
 

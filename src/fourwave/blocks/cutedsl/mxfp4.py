@@ -18,6 +18,9 @@ GROUP = 16  # scales that are loaded together: 16 bytes of a row, 512 k
 GROUP_STEPS = GROUP * BLOCK // STEP
 SHIFT = 24
 _BIAS = 126 - SHIFT  # a scale's code plus this is the exponent field of the factor
+# In the order of ops.gemm.preshuffled_mxfp4: bytes of 16 rows and 64 k
+BLOCK_K, BLOCK_ROWS = 64, 16
+BLOCK_BYTES, BLOCK_SCALE_BYTES = 512, 32
 
 
 def _load_quad(address):
@@ -47,6 +50,25 @@ def _pair(word, selector, factor):
         "mul.rn.bf16x2 $0, z, $3; }"
     )
     return assembly(text, "=r,r,r,r", [word, selector, factor])
+
+
+def _four_pairs(word, factors):
+    """The four bf16 pairs of a word in preshuffled order, times the lower and the upper half of `factors` (rows g and g + 8) in turn."""
+    text = (
+        "{ .reg .b32 x, y, f, g; .reg .b16 l, h; mov.b32 {l, h}, $5; mov.b32 f, {l, l}; mov.b32 g, {h, h}; "
+        "and.b32 x, $4, 0x81C081C0; mul.rn.bf16x2 $0, x, f; "
+        "shl.b32 x, $4, 6; and.b32 x, x, 0x81C081C0; mul.rn.bf16x2 $1, x, g; "
+        "shf.l.wrap.b32 x, $4, $4, 26; and.b32 x, x, 0x81C081C0; mul.rn.bf16x2 $2, x, f; "
+        "shl.b32 x, $4, 4; and.b32 x, x, 0x81808180; shr.u32 y, $4, 4; lop3.b32 x, y, 0x00400040, x, 0xEA; "  # (y & m) | x
+        "mul.rn.bf16x2 $3, x, g; }"
+    )
+    return assembly(text, "=&r,=&r,=&r,=&r,r,r", [word, factors], 4)
+
+
+def _factor_pair(word, byte):
+    """The factors in bf16 of the scale codes `byte` and `byte` + 1 of `word`; Inf where a code is one past bf16's range, NaN beyond."""
+    text = f"{{ .reg .b32 t; prmt.b32 t, $1, 0, {0x4140 + 0x101 * byte:#x}; mad.lo.u32 t, t, 128, $2; min.u16x2 $0, t, $3; }}"
+    return assembly(text, "=r,r,r,r", [word, Int32(_BIAS * 128 * 0x10001), Int32(0x7FC07FC0)])
 
 
 def _select(step, number, this, other):
@@ -100,3 +122,15 @@ def convert(fragment: cute.Tensor, codes: list[list[Int32]], scales: cute.Tensor
             for chunk, codes_of_8 in enumerate(codes[4 * half + block]):
                 k16, upper = 2 * block + chunk // 2, chunk % 2
                 fragment[4 * k16 + 2 * upper + half] = _pair(codes_of_8, selector, factors[block])
+
+
+def load_block(codes: Int32, scales: Int32, lane: Int32) -> tuple[list[Int32], Int32]:
+    """A lane's part of a block in preshuffled order, from the addresses in shared memory where its codes and its scales begin."""
+    word = assembly("ld.shared.b32 $0, [$1];", "=r,r", [scales + lane // 4 * 4], 1, True)
+    return _load_quad(codes + lane * 16), word
+
+
+def convert_block(codes: list[Int32], scales: Int32) -> list[list[Int32]]:
+    """For each 16 k of a block the four registers of a product's first operand. codes, scales: as load_block returns them."""
+    factors = [_factor_pair(scales, first) for first in (0, 2)]
+    return [_four_pairs(word, factors[i // 2]) for i, word in enumerate(codes)]

@@ -84,11 +84,12 @@ def add_and_store(
     share: cutlass.Constexpr, column: Int32,
     rows: cutlass.Constexpr, width: cutlass.Constexpr, tokens: cutlass.Constexpr, split: cutlass.Constexpr, threads: cutlass.Constexpr,
     bias_dtype: cutlass.Constexpr, token_scaled: cutlass.Constexpr, row_scaled: cutlass.Constexpr,
-    activation: cutlass.Constexpr, accumulate: cutlass.Constexpr, vector: cutlass.Constexpr,
+    activation: cutlass.Constexpr, accumulate: cutlass.Constexpr, vector: cutlass.Constexpr, slots: cutlass.Constexpr = 1,
 ):  # fmt: skip
     """This CTA's tokens of the tile whose first element is out[m0, n0]; N is a multiple of 4 with `vector`.
 
     rows    of the tile, a multiple of 4; width: those that `partial` has room for
+    slots   parts in each CTA's `partial`, one after the other, which are added in turn; more than one where it is not split
     """
     pitch = width + PAD
     quads = width // QUAD
@@ -96,7 +97,9 @@ def add_and_store(
     sources = []
     for r in cutlass.range_constexpr(split):
         base = cute.arch.map_dsmem_ptr(partial, r * share + column) if split > 1 else partial
-        sources.append(cute.make_tensor(base, cute.make_layout(partial_elements(width, tokens))))
+        for slot in cutlass.range_constexpr(slots):
+            part_of_sum = base + slot * partial_elements(width, tokens)
+            sources.append(cute.make_tensor(part_of_sum, cute.make_layout(partial_elements(width, tokens))))
     offsets = cute.make_rmem_tensor(QUAD, Float32)
     factors = cute.make_rmem_tensor(QUAD, Float32)
     factors.fill(alpha)
@@ -107,10 +110,13 @@ def add_and_store(
             factors[c] = alpha * row_scales[cutlass.min(n + c, N - 1)]
     end = cutlass.min(Int32(tokens), M - m0)
     token = thread // quads * split + part
+    if cutlass.const_expr(threads % quads > 0):
+        if thread >= threads // quads * quads:
+            end = Int32(0)  # what these would take, the first threads take in their next turn
     if n < cutlass.min(N, n0 + rows):
         while token < end:
             total = cute.make_rmem_tensor(QUAD, Float32)
-            for r in cutlass.range_constexpr(split):
+            for r in cutlass.range_constexpr(len(sources)):
                 source = cute.local_tile(sources[r], (QUAD,), (token * (pitch // QUAD) + thread % quads,))
                 values = cute.make_rmem_tensor(QUAD, Float32)
                 cute.autovec_copy(source, values)

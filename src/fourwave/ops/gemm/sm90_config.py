@@ -30,6 +30,10 @@ MEASURED_ROWS = 64  # at most, with few rows
 MAX_EXTENT = 2**31 - 2**12  # TMA coordinates are int32, and rounding up to a tile must not overflow
 PACKED_ROWS = 256  # of a, at most, with weights in MX
 PACKED_STEP = 128  # k of a stage then
+STREAMED_ROWS = 32  # of a, at most, in a streamed tile
+STREAMED_AT_ONCE = 8  # tokens whose sums have shared memory of their own
+STREAMED_STEP = 64  # k of a warp's stage
+STREAMED_ACCUMULATORS = {1: 128, 2: 128, 3: 80, 4: 64}  # per thread, by warpgroups of a CTA, which share 64 K registers
 MAX_STRIDE_BYTES = 2**40  # of a tensor map
 DTYPES = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -38,7 +42,13 @@ ACTIVATIONS = (None, "relu", "silu", "gelu_tanh", "gelu", SWIGLU)
 _SCALINGS = (None, "tensor", "row")
 _MORE = ("swiglu", "preactivation", "bias_grad", "out:tensor")  # of the kernel in sm90.py, not of sm90_swapped.py
 _FEATURES = frozenset(
-    [*(f"scaling:{a}x{b}" for a in _SCALINGS for b in _SCALINGS), "scaling:1x128x128x128", "scaling:Nonex1x32", *_MORE]
+    [
+        *(f"scaling:{a}x{b}" for a in _SCALINGS for b in _SCALINGS),
+        "scaling:1x128x128x128",
+        "scaling:Nonex1x32",
+        "b_preshuffled",
+        *_MORE,
+    ]
 )
 
 
@@ -50,12 +60,14 @@ class HopperConfig:
                   "pingpong": each has a tile of its own, so that one stores while the other multiplies;
                   "swapped": another kernel, for few rows (sm90_swapped.py); b rides wgmma's rows. tile_m and tile_n are
                   then multiples of 8 and 16 up to 128; consumers, store_stages, cluster_m and group mean nothing
-    consumers     consumer warpgroups
+                  "streamed": a third one, for up to 32 rows and preshuffled MXFP4 weights (sm90_streamed.py). tile_m and tile_n
+                  are multiples of 8 and 16, num_stages is each warp's; store_stages, cluster_m and group mean nothing
+    consumers     consumer warpgroups; "streamed": a CTA has these only
     num_stages    shared-memory buffers per operand
     store_stages  output buffers of 64 rows x 128 bytes per consumer warpgroup
     cluster_*     CTAs that load each other's operands by multicast: cluster_m share B, cluster_n share A
     group         clusters side by side in a band, along `along`, that is walked through together (L2 reuse)
-    split         "swapped": CTAs of a cluster that share a tile's reduction
+    split         "swapped", "streamed": CTAs of a cluster that share a tile's reduction
     overlap       the grid may be set up while the one before it on the stream ends (programmatic dependent launch)
     """
 
@@ -80,6 +92,11 @@ class HopperConfig:
                 f"shared by {self.cluster_n}"
                 f"{'' if self.overlap else ', no overlap'}"
             )
+        if self.schedule == "streamed":
+            return (
+                f"{self.tile_m}x{self.tile_n}x{self.tile_k} streamed, {4 * self.consumers} warps, {self.num_stages} stages, "
+                f"split {self.split}{'' if self.overlap else ', no overlap'}"
+            )
         return (
             f"{self.tile_m}x{self.tile_n}x{self.tile_k} {self.schedule}, {self.num_stages} stages, "
             f"cluster {self.cluster_m}x{self.cluster_n}, bands of {self.group} along {self.along}"
@@ -92,7 +109,14 @@ class HopperConfig:
 
     @property
     def cluster_size(self) -> int:
+        if self.schedule == "streamed":
+            return self.split
         return (self.split if self.schedule == "swapped" else self.cluster_m) * self.cluster_n
+
+    @property
+    def few_rows(self) -> bool:
+        """Whether b rides the matrix unit's rows, and the output goes to memory by ordinary stores."""
+        return self.schedule in ("swapped", "streamed")
 
 
 def store_columns(dtype: torch.dtype) -> int:
@@ -158,6 +182,10 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
         return f"layout {problem.layout!r}: the kernel has TN, NN and NT"
     if (reason := problem.why_refused(_FEATURES)) is not None:
         return reason
+    if problem.b_preshuffled and (problem.b_dtype, problem.b_scaling) != (PACKED_E2M1, "1x32"):
+        return (
+            "b is preshuffled, an order for AMD's matrix units: this kernel has one for MXFP4 with few rows of bfloat16"
+        )
     if problem.b_scaling == "1x32":
         if not packed(problem) or problem.a_dtype != torch.bfloat16:
             return f"{problem.a_dtype} with {problem.b_dtype} in blocks of 32: the kernel takes bfloat16 with weights in MXFP4 or MXFP8 (e4m3fn)"
@@ -166,6 +194,8 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
                 f"{problem.M}x{problem.N}x{problem.K} {problem.layout} with weights in MX: the kernel takes TN with up to "
                 f"{PACKED_ROWS} rows and K in whole blocks of 32"
             )
+        if problem.b_preshuffled and (problem.N % 16 or problem.K % 64):
+            return f"N={problem.N} and K={problem.K} with preshuffled weights: their order is of 16 rows and 64 of K"
         if more_outputs(problem) or problem.activation == SWIGLU:
             return "swiglu, saved preactivation, bias gradient or quantized result with weights in MX: a swapped tile has none of these"
     elif problem.a_dtype in FP8 and problem.b_dtype in FP8:
@@ -196,6 +226,8 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
         return f"config is a {type(config).__name__}: the Hopper kernel takes a HopperConfig"
     if config.schedule == "swapped":
         return _why_swapped_unsupported(problem, config)
+    if config.schedule == "streamed":
+        return _why_streamed_unsupported(problem, config)
     if packed(problem):
         return f"schedule {config.schedule!r} with weights in MX: a swapped tile takes them"
     return _why_config_unsupported(problem, config)
@@ -250,8 +282,8 @@ def _why_config_unsupported(problem: GemmProblem, config: HopperConfig) -> str |
         value = getattr(config, name)
         if not isinstance(value, int) or value < 1:
             return f"{name}={value!r}: an int of at least 1 is needed"
-    if config.schedule not in ("cooperative", "pingpong", "swapped"):
-        return f"schedule {config.schedule!r}: there are cooperative, pingpong and swapped"
+    if config.schedule not in ("cooperative", "pingpong"):
+        return f"schedule {config.schedule!r}: there are cooperative, pingpong and swapped, and streamed for preshuffled MXFP4 weights"
     if config.split != 1:
         return f"split={config.split}: only a swapped tile's reduction is split"
     if config.consumers not in (1, 2, 3) or (config.schedule == "pingpong" and config.consumers != 2):
@@ -309,10 +341,15 @@ def _why_config_unsupported(problem: GemmProblem, config: HopperConfig) -> str |
 def _why_swapped_unsupported(problem: GemmProblem, config: HopperConfig) -> str | None:
     if more_outputs(problem) or problem.activation == SWIGLU:
         return "a swapped tile has no swiglu, saved preactivation, bias gradient or quantized result: other tiles have"
-    for name, step in (("tile_m", 8), ("tile_n", 8)):
+    rows = (16, 256) if problem.b_preshuffled else (8, 128)
+    for name, step, most in (("tile_m", 8, 128), ("tile_n", *rows)):
         value = getattr(config, name)
-        if not isinstance(value, int) or value % step or not step <= value <= 128:
-            return f"{name}={value!r}: a swapped tile takes multiples of {step} up to 128"
+        if not isinstance(value, int) or value % step or not step <= value <= most:
+            return f"{name}={value!r}: a swapped tile takes multiples of {step} up to {most}"
+    if config.tile_n > 192 and config.tile_m > 64:
+        return (
+            f"tile_m={config.tile_m}, tile_n={config.tile_n}: four consumer warpgroups have registers for 64 rows of a"
+        )
     if problem.layout == "NT":
         return "layout NT with a swapped tile: a's K must be contiguous"
     if problem.layout == "NN" and config.tile_n % 64:
@@ -337,9 +374,71 @@ def _why_swapped_unsupported(problem: GemmProblem, config: HopperConfig) -> str 
     return None
 
 
+def _why_streamed_unsupported(problem: GemmProblem, config: HopperConfig) -> str | None:
+    if not problem.b_preshuffled:
+        return "a streamed tile has weights in MXFP4 that are preshuffled (fw.preshuffle)"
+    if more_outputs(problem) or problem.activation == SWIGLU:
+        return "a streamed tile has no swiglu, saved preactivation, bias gradient or quantized result"
+    for name, step, most in (("tile_m", 8, STREAMED_ROWS), ("tile_n", 16, 256)):
+        value = getattr(config, name)
+        if not isinstance(value, int) or value % step or not step <= value <= most:
+            return f"{name}={value!r}: a streamed tile takes multiples of {step} up to {most}"
+    if problem.M > config.tile_m:
+        return f"tile_m={config.tile_m} and M={problem.M}: a streamed tile has all rows"
+    if config.tile_k != STREAMED_STEP:
+        return f"tile_k={config.tile_k}: a stage has {STREAMED_STEP} k"
+    if config.consumers not in (1, 2, 3, 4):
+        return f"consumers={config.consumers!r}: a streamed tile takes 1 to 4 warpgroups"
+    if config.split not in (1, 2, 4, 8):
+        return f"split={config.split}: 1, 2, 4 or 8 CTAs"
+    if config.cluster_n != 1:
+        return f"cluster_n={config.cluster_n}: a streamed tile's rows of a are not shared"
+    if not isinstance(config.num_stages, int) or not 1 <= config.num_stages <= 16:
+        return f"num_stages={config.num_stages}: a warp takes 1 to 16"
+    accumulators = config.tile_m * config.tile_n // 32
+    most = STREAMED_ACCUMULATORS[config.consumers]
+    if accumulators > most:
+        return f"{accumulators} accumulators per thread: with {4 * config.consumers} warps there is room for {most}"
+    smem = streamed_smem_bytes(problem, config)
+    if smem > SMEM_BYTES:
+        return f"{smem} bytes of shared memory: a CTA has {SMEM_BYTES}"
+    return None
+
+
 def single_tile(problem: GemmProblem, config: HopperConfig, num_sms: int = NUM_SMS) -> bool:
-    """Whether no cluster of the grid has more than one (swapped) tile."""
+    """Whether no cluster of the grid has more than one (swapped or streamed) tile."""
     return _swapped_tiles(problem, config) <= clusters(config, num_sms)
+
+
+def streamed_smem_bytes(problem: GemmProblem, config: HopperConfig) -> int:
+    warps = 4 * config.consumers
+    scales = -(-config.tile_n * 2 // 128) * 128
+    stages = warps * config.num_stages * (config.tile_m * 128 + config.tile_n * 32 + scales)
+    partial = warps * 4 * (config.tile_n + 4)  # for each token
+    together = (
+        max(stages + 16, partial * config.tile_m)
+        if single_tile(problem, config)
+        else stages + partial * STREAMED_AT_ONCE
+    )
+    return together + 8 * warps * config.num_stages + 2 * BARRIER_BYTES
+
+
+def _in_flight(config: HopperConfig) -> int:
+    """Bytes of weights that a streamed tile's stages hold."""
+    return 4 * config.consumers * config.num_stages * config.tile_n * 34
+
+
+def streamed(
+    problem: GemmProblem, rows: int, split: int = 1, consumers: int = 2, room: int = SMEM_BYTES
+) -> HopperConfig:
+    """The streamed tile of `rows` columns of out that suits this M, with as many stages as `room` has bytes for, up to 8."""
+    tokens = next((tile for tile in _TOKENS if tile >= problem.M), _TOKENS[-1])
+    config = HopperConfig(
+        tokens, rows, STREAMED_STEP, "streamed", consumers=consumers, cluster_m=1, cluster_n=1, group=1, split=split
+    )  # fmt: skip
+    fitting = (n for n in range(8, 1, -1) if streamed_smem_bytes(problem, replace(config, num_stages=n)) <= room)
+    # One stage where two do not fit: never a candidate.
+    return replace(config, num_stages=next(fitting, 1))
 
 
 def _swapped_tiles(problem: GemmProblem, config: HopperConfig) -> int:
@@ -355,7 +454,8 @@ def swapped_smem_bytes(problem: GemmProblem, config: HopperConfig) -> int:
         stage_a = 2 * stage_a
         if problem.b_dtype == PACKED_E2M1:
             stage_b, more = stage_b // 2, more // 2
-        scales = config.num_stages * -(-config.tile_n // 8) * 128 + (width - config.tile_n) * 16
+        row_scales = 4 if problem.b_preshuffled else 16  # of a stage, in bytes
+        scales = config.num_stages * -(-config.tile_n * row_scales // 128) * 128 + (width - config.tile_n) * 16
     stages = config.num_stages * (stage_a + stage_b) + more
     partial = 4 * config.tile_m * (width + 4)
     together = max(stages, partial) if single_tile(problem, config) else stages + partial
@@ -384,6 +484,17 @@ def _swapped_candidates(problem: GemmProblem) -> list[HopperConfig]:
     """
     if packed(problem):
         tiles = [swapped(problem, rows, split) for rows in (64, 128) for split in (1, 2, 4)]
+        if problem.b_preshuffled:
+            for split, share in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2)):
+                heights = 0
+                for turns in range(1, 1024):
+                    in_grid = clusters(HopperConfig(schedule="swapped", cluster_n=share, split=split))
+                    rows = -(-problem.N // (turns * share * in_grid * 64)) * 64
+                    if rows <= 256 and share <= (problem.M + 7) // 8:
+                        tiles.append(swapped(problem, rows, split, share))
+                        heights += 1
+                    if heights == 2 or rows == 64 or (split > 1 and heights):
+                        break
         # A split reduction was slower wherever a cluster has several tiles.
         fitting = [config for config in tiles if why_unsupported(problem, config) is None]
         return [config for config in fitting if config.split == 1 or single_tile(problem, config)]
@@ -410,6 +521,30 @@ def _swapped_candidates(problem: GemmProblem) -> list[HopperConfig]:
     return list(dict.fromkeys(fits_one or [c for c in tiles if c.cluster_n == 1 or not few]))
 
 
+def _streamed_candidates(problem: GemmProblem) -> list[HopperConfig]:
+    """For each split of K the two tallest tiles that give every cluster the same number; split only where that is one. First with half
+    the memory, so that the next grid's CTAs find room, where that and half the registers are enough; then with all."""
+    if not problem.b_preshuffled or problem.M > STREAMED_ROWS:
+        return []
+    tiles = []
+    for split in (1, 2, 4):
+        if split > 1 and problem.K < 16 * split * STREAMED_STEP:
+            continue
+        in_grid = clusters(HopperConfig(schedule="streamed", cluster_m=1, split=split))
+        heights = 0
+        for turns in range(1, 1024):
+            rows = max(_LEAST_ROWS, -(-problem.N // (turns * in_grid * 16)) * 16)
+            both = [streamed(problem, rows, split, room=room) for room in (HALF_SMEM_BYTES, SMEM_BYTES)]
+            both = [c for c in both if _why_streamed_unsupported(problem, c) is None and c.num_stages > 1]
+            if both and (rows * both[0].tile_m > 32 * _HALF_ACCUMULATORS or _in_flight(both[0]) < _LEAST_IN_FLIGHT):
+                both = both[-1:]
+            tiles += both
+            heights += 1 if both else 0
+            if heights == 2 or rows == _LEAST_ROWS or (split > 1 and heights):
+                break
+    return list(dict.fromkeys(tiles))
+
+
 # The tiles that the default is chosen from. Left out, because they won nowhere by more than noise on the 81 LLM shapes
 # (docs/hopper.md): 128x256 cooperative, 192x128 with three consumers, 64x256 pingpong, other band widths.
 WIDE = HopperConfig(256, 128, cluster_m=1, cluster_n=2)
@@ -422,6 +557,8 @@ SMALL = HopperConfig(64, 64, schedule="pingpong", num_stages=12, store_stages=1,
 _CANDIDATES = (WIDE, SQUARE, LONG, HUGE, HALF, LOW, SMALL)
 _TOKENS = (8, 16, 32, 64, 128)  # of a swapped tile
 _LEAST_ROWS = 32
+_LEAST_IN_FLIGHT = 40 * 1024  # of weights, per SM: 33 bytes per ns for a latency of somewhat over a microsecond
+_HALF_ACCUMULATORS = 56  # per thread of a streamed tile that needs no more than half an SM's registers
 # With promotion: totals beside the accumulators of 64 rows. TALL suits scales of rows, the other two those of blocks, whose
 # scales also lie in shared memory.
 PROMOTING_TALL = HopperConfig(256, 128, store_stages=2, cluster_m=1, cluster_n=2)
@@ -445,6 +582,10 @@ _BYTES_PER_SECOND = 4.4e12
 _SM_BYTES_PER_SECOND = 33e9
 _L2_BYTES_PER_SECOND = 39e12
 _SPLIT_SECONDS, _TURN_SECONDS, _SHARE_SECONDS = 0.58e-6, 0.024e-6, 0.15e-6
+_L2_READ_BYTES_PER_SECOND = 5.8e12  # what all SMs read of it together, weights included
+_SM_CLOCK = 1.7e9
+_SHUFFLED_STEP_SECONDS = 0.2e-6  # of a warpgroup alone; not measured
+_STREAMED_SECONDS = 1 / (4 * 1.5e9)  # of an instruction that each of the four parts of an SM issues; not measured
 _CONVERT_SECONDS = {64: 0.27e-6, 128: 0.44e-6}  # of a stage of MXFP4, by rows, with 8 tokens; taken for MXFP8, too
 _STORE_SECONDS = 0.8e-6  # of a 256x128 tile, where nothing else runs meanwhile
 _RATES = {
@@ -475,7 +616,7 @@ def candidates(problem: GemmProblem) -> tuple[HopperConfig, ...]:
             replace(c, cluster_m=1, cluster_n=c.cluster_m) if c.cluster_m > 1 and c.tile_n < 256 else c for c in tiles
         ]
     if problem.M <= _TOKENS[-1] or packed(problem):
-        tiles += _swapped_candidates(problem)
+        tiles += _swapped_candidates(problem) + _streamed_candidates(problem)
     return tuple(config for config in tiles if why_unsupported(problem, config) is None)
 
 
@@ -513,7 +654,7 @@ def clusters(config: HopperConfig, num_sms: int = NUM_SMS) -> int:
     """Clusters of a grid that fills the chip."""
     # A cluster's SMs are of one group of 16 or 18, some of which are switched off: of 132, 30 clusters of 4 and 15 of 8
     # fit (cudaOccupancyMaxActiveClusters).
-    if config.cluster_size > 2 and config.schedule == "swapped":
+    if config.cluster_size > 2 and config.few_rows:
         num_sms = num_sms * 120 // 132
     return num_sms // config.cluster_size
 
@@ -532,6 +673,11 @@ def _swapped_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float,
     busiest = turns * k_steps * config.tile_n * SWIZZLE_BYTES / _SM_BYTES_PER_SECOND
     if packed(problem):
         busiest = turns * k_steps * _CONVERT_SECONDS[64 if config.tile_n <= 64 else 128] * (1 + config.tile_m / 200)
+    if problem.b_preshuffled:
+        # Instructions of each part of an SM, or wgmmas, by counts and not by times.
+        of_warpgroup = max(200 * 4 * _STREAMED_SECONDS, 4 * config.tile_m / _SM_CLOCK)
+        busiest = turns * k_steps * max(_SHUFFLED_STEP_SECONDS, -(-config.tile_n // 64) * of_warpgroup)
+        everyone = max(everyone, (weights + tokens) / _L2_READ_BYTES_PER_SECOND)
     overhead = (
         _SPLIT_SECONDS * (config.split - 1) * (1 + config.tile_m / 32)
         + _TURN_SECONDS * (turns - 1) * (1 + config.tile_m / 64)
@@ -540,10 +686,27 @@ def _swapped_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float,
     return max(everyone, busiest) + 0.3 * min(everyone, busiest) + overhead, turns
 
 
+def _streamed_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
+    """Reading of weights and, out of L2, of a by all; the busiest CTA's instructions; what splits and turns cost. By counts, not by
+    times."""
+    tiles = _swapped_tiles(problem, config)
+    turns = -(-tiles // clusters(config))
+    weights = problem.N * problem.K * 17 / 32
+    rows_of_a = tiles * problem.M * problem.K * 2
+    everyone = max(weights / _BYTES_PER_SECOND, (weights + rows_of_a) / _L2_READ_BYTES_PER_SECOND)
+    stages = turns * -(-problem.K // STREAMED_STEP) / config.split
+    busiest = stages * (config.tile_n // 16 * (65 + config.tile_m) + 80) * _STREAMED_SECONDS
+    share = stages * config.tile_n * STREAMED_STEP * 17 / 32 / _SM_BYTES_PER_SECOND
+    overhead = _SPLIT_SECONDS * (config.split - 1) * (1 + config.tile_m / 32) + 0.3e-6 * (turns - 1)
+    return max(everyone, busiest, share) + overhead, turns
+
+
 def _seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
     """(modelled time of the busiest CTA, its tiles)."""
     if config.schedule == "swapped":
         return _swapped_seconds(problem, config)
+    if config.schedule == "streamed":
+        return _streamed_seconds(problem, config)
     tiles = -(-problem.M // (config.tile_m * config.cluster_m)) * -(-problem.N // (config.tile_n * config.cluster_n))
     per_cta = -(-tiles // clusters(config))
     area = config.tile_m * config.tile_n
@@ -560,7 +723,7 @@ def default_config(problem: GemmProblem) -> tuple[HopperConfig, list[str]]:
     """The candidate of least modelled time, and why."""
     tiles = candidates(problem)
     # Few rows leave the others' matrix units idle, whatever their model, which knows no memory, says.
-    tiles = tuple(config for config in tiles if config.schedule == "swapped") or tiles
+    tiles = tuple(config for config in tiles if config.few_rows) or tiles
     modelled = {config: _seconds(problem, config) for config in tiles}
     best = min(modelled, key=lambda config: modelled[config][0])
     seconds, per_cta = modelled[best]

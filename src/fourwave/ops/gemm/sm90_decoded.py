@@ -11,11 +11,16 @@ import torch
 from fourwave.backends import cutedsl_cache, guard
 from fourwave.backends.cutedsl_call import PackedCall
 from fourwave.ops.gemm import sm90_config, sm90_launch
+from fourwave.ops.gemm.preshuffled_mxfp4 import unshuffle_codes, unshuffle_scale
 from fourwave.ops.gemm.problem import PACKED_E2M1, GemmProblem, GemmTensors
 from fourwave.ops.gemm.sm90_config import HopperConfig
 
 ALIGN_BYTES = 16  # of rows of what is written, for TMA and for stores of 8 elements
 LINE = 8
+BLOCK = 32  # k of a scale
+UNSHUFFLED = (
+    "b put back in plain order: more than 128 rows, or an output that kernels for few rows lack, take decoded weights"
+)
 # Products of three parts of a and of b (sm90_decode): small ones first, since the matrix unit cuts off what is below a sum's last bit.
 SLICES = {"a": (2, 0, 1, 1, 0, 0), "b": (0, 2, 1, 0, 1, 0)}
 CODES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2", PACKED_E2M1: "e2m1"}
@@ -61,6 +66,8 @@ def plain_problem(problem: GemmProblem) -> GemmProblem | None:
         for name in names:
             if getattr(problem, f"{name}_scaling") == "1x32" and getattr(problem, f"{name}_dtype") in CODES:
                 changes |= {f"{name}_dtype": torch.bfloat16, f"{name}_scaling": None}
+        if names == "ab" and problem.b_dtype == PACKED_E2M1:
+            changes["b_preshuffled"] = False  # `run` puts it back in order; MXFP8's order is one for AMD
         plain = replace(problem, **changes)
         if changes and (names == "ab" or sm90_config.why_unsupported(plain, None) is None):
             return plain
@@ -98,6 +105,13 @@ def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors)
     plain = plain_problem(problem)
     if plain is None:
         raise NotImplementedError(why_unsupported(problem, config))
+    notes: list[str] = []
+    if problem.b_preshuffled and not plain.b_preshuffled:
+        assert tensors.b_scale is not None
+        scale = unshuffle_scale(tensors.b_scale)[:, : problem.K // BLOCK].contiguous()
+        tensors = tensors._replace(b=unshuffle_codes(tensors.b), b_scale=scale)
+        problem = replace(problem, b_preshuffled=False)
+        notes = [UNSHUFFLED]
     used = tensors
     for name in decoded_operands(problem, plain):
         t = decoded(Operand.of(problem, name), getattr(tensors, name), getattr(tensors, f"{name}_scale"))
@@ -105,7 +119,7 @@ def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors)
         used = used._replace(**changes)
     a, b = used.a, used.b
     sums = None if plain.bias_grad_dtype is problem.bias_grad_dtype else tensors.bias_grad
-    notes = sm90_launch.run(plain, config, used if sums is None else used._replace(bias_grad=None))
+    notes += sm90_launch.run(plain, config, used if sums is None else used._replace(bias_grad=None))
     if sums is not None:
         # Of the three parts of a, the first half of its copies, with a product that nobody reads.
         k, n = plain.K // 2, min(LINE, problem.N)
@@ -130,7 +144,8 @@ def copies(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTenso
     for name in decoded_operands(problem, plain):
         changes: dict[str, Any] = {name: Operand.of(problem, name).target("meta"), f"{name}_scale": None}
         tensors = tensors._replace(**changes)
-    return sm90_launch.copies(plain, config, tensors)
+    notes = [UNSHUFFLED] if problem.b_preshuffled and not plain.b_preshuffled else []
+    return notes + sm90_launch.copies(plain, config, tensors)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from fourwave.ops.gemm.sm90_config import (
 
 MAX_PLANS = 4096  # kept per thread: sizes that change with every batch must not fill the memory
 ALIGN_BYTES = 16  # of bases and row strides, for TMA
+SCATTERED = "b copied: preshuffled weights are read from contiguous memory"
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,19 @@ class Specialisation:
     preactivation_dtype: torch.dtype | None
     bias_grad_dtype: torch.dtype | None
     more_outputs: bool
+    shuffled: bool
 
 
 def specialise(
     problem: GemmProblem, config: HopperConfig, num_sms: int = NUM_SMS, vector: bool = True
 ) -> Specialisation:
     """vector: rows of out and their starts allow stores of 4 elements; only a swapped tile cares."""
-    single = config.schedule == "swapped" and single_tile(problem, config, num_sms)
+    single = config.few_rows and single_tile(problem, config, num_sms)
     return Specialisation(
         replace(config, group=1), problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype, problem.bias_dtype,
         problem.activation, problem.accumulate, problem.a_scaling, problem.b_scaling, promotes(problem), single, vector,
         problem.preactivation_dtype, problem.bias_grad_dtype, more_outputs(problem),
+        problem.b_preshuffled,
     )  # fmt: skip
 
 
@@ -86,7 +89,7 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
     from fourwave.blocks.cutedsl.epilogue import Epilogue
     from fourwave.blocks.cutedsl.loaders import TmaLoader
     from fourwave.formats.element import E4M3FN, E5M2
-    from fourwave.ops.gemm import sm90, sm90_swapped
+    from fourwave.ops.gemm import sm90, sm90_streamed, sm90_swapped
 
     types: dict[torch.dtype | None, Any] = {
         torch.float32: cutlass.Float32, torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16, None: None,
@@ -109,7 +112,12 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
         codes = Codes(E4M3FN if spec.out_dtype == torch.float8_e4m3fn else E5M2)
         out_type = cutlass.Uint8
     kernel: Any
-    if config.schedule == "swapped":
+    if config.schedule == "streamed":
+        kernel = sm90_streamed.StreamedGemm(
+            config.tile_n, config.tile_m, 4 * config.consumers, config.num_stages, config.split, out_type, bias_type,
+            spec.activation, spec.accumulate, spec.single, spec.vector, config.overlap,
+        )  # fmt: skip
+    elif config.schedule == "swapped":
         kernel = sm90_swapped.SwappedGemm(
             config.tile_n, config.tile_m, config.num_stages, config.split, config.cluster_n,
             TmaLoader(
@@ -119,7 +127,7 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
             ),
             TmaLoader(a_type, config.tile_m, config.tile_k, True, config.num_stages, config.cluster_n),
             out_type, bias_type, spec.activation, spec.accumulate, spec.a_scaling, None if packed else spec.b_scaling,
-            spec.promote, spec.single, spec.vector, config.overlap, packed, wide_codes,
+            spec.promote, spec.single, spec.vector, config.overlap, packed, wide_codes, spec.shuffled,
         )  # fmt: skip
     else:
         swiglu = spec.activation == SWIGLU
@@ -153,7 +161,7 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
             bias_grad_type,
         )
     out_align = ALIGN_BYTES
-    if config.schedule == "swapped":
+    if config.few_rows:
         out_align = spec.out_dtype.itemsize * (4 if spec.vector else 1)
 
     def pointer(dtype: Any, align: int | None = None) -> Any:
@@ -285,7 +293,7 @@ def warm_up(problem: GemmProblem, config: HopperConfig | None = None) -> None:
     if (reason := why_unsupported(problem, config)) is not None:
         raise NotImplementedError(reason)
     chosen = config or default_config(problem)[0]
-    swapped = chosen.schedule == "swapped"
+    swapped = chosen.few_rows
     if problem.accumulate and problem.out_dtype != torch.float32 and not swapped:
         problem = _in_float32(problem)
         chosen = chosen if why_unsupported(problem, chosen) is None else default_config(problem)[0]
@@ -331,7 +339,7 @@ def _prepare(
     if (reason := why_unsupported(problem, config)) is not None:
         raise NotImplementedError(reason)
     chosen = config or default_config(problem)[0]
-    swapped = chosen.schedule == "swapped"
+    swapped = chosen.few_rows
     if problem.accumulate and problem.out_dtype != torch.float32 and not swapped:
         # TMA would add numbers that are already rounded to out's type. Add in float32, round once.
         total = torch.empty((problem.M, problem.out_columns), dtype=torch.float32, device=out.device)
@@ -349,6 +357,9 @@ def _prepare(
     if (reason := _halves_of_b(problem, tensors.b)) is not None:
         notes.append(f"b copied: {reason}")
         b = _apart(tensors.b)
+    elif _scattered(problem, tensors.b):
+        notes.append(SCATTERED)
+        b = tensors.b.contiguous()
     else:
         b = _aligned("b", tensors.b, notes)
     target = out
@@ -404,7 +415,7 @@ def _prepare(
 
 def copies(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors) -> list[str]:
     """What `run` would note about copies."""
-    swapped = (config or default_config(problem)[0]).schedule == "swapped"
+    swapped = (config or default_config(problem)[0]).few_rows
     if problem.accumulate and problem.out_dtype != torch.float32 and not swapped:
         plain = _in_float32(problem)
         fitting = config if config is None or why_unsupported(plain, config) is None else None
@@ -414,6 +425,9 @@ def copies(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTenso
     scales = _scales_by_tma(problem, swapped, tensors)
     read = {"a": tensors.a, "b": tensors.b} | {f"{name[0]}'s scales": scale for name, scale in scales.items()}
     for name, tensor in read.items():
+        if name == "b" and _scattered(problem, tensor):
+            notes.append(SCATTERED)
+            continue
         reason = _halves_of_b(problem, tensor) if name == "b" else None
         if (reason := reason or _misaligned(tensor)) is not None:
             notes.append(f"{name} copied: {reason}")
@@ -488,6 +502,11 @@ def _halves_of_b(problem: GemmProblem, b: torch.Tensor) -> str | None:
     if problem.activation != SWIGLU or problem.layout == "TN" or row_bytes % ALIGN_BYTES == 0:
         return None
     return f"the second half of its rows, after {row_bytes} bytes, begins inside a chunk of {ALIGN_BYTES}"
+
+
+def _scattered(problem: GemmProblem, b: torch.Tensor) -> bool:
+    """Whether b has gaps between rows, which its order does not know."""
+    return problem.b_preshuffled and not b.is_contiguous()
 
 
 def _apart(b: torch.Tensor) -> torch.Tensor:

@@ -7,14 +7,15 @@ all multiprocessors read.
 a       [M, K], K contiguous;  b  [N, K] or [K, N], either dimension contiguous (8-bit floats: K)
         bfloat16 or float16, one for both; or float8_e4m3fn and float8_e5m2 in any pair. Accumulated in float32; `promote`
         as in sm90.py. Or a bfloat16 and b `packed`: MXFP4, [N, K / 2] bytes with scales [N, K / 32] in rows that start at
-        multiples of 16 bytes; the consumers turn it into bf16 in registers (blocks.cutedsl.mxfp4). `wide_codes`: MXFP8,
-        [N, K] bytes (blocks.cutedsl.mxfp8)
+        multiples of 16 bytes; the consumers turn it into bf16 in registers (blocks.cutedsl.mxfp4). Or `shuffled`, too: both in
+        the order of ops.gemm.preshuffled_mxfp4, which takes fewer instructions; N and rows are multiples of 16 then, K of 64.
+        `wide_codes`: MXFP8, [N, K] bytes (blocks.cutedsl.mxfp8)
 scale_* as in sm90.py
 out     float32, bfloat16 or float16, N contiguous, any row stride, any base
 
 A cluster of `split` times `share` CTAs computes tiles c, c + clusters, ... of share * rows x tokens elements of out
 transposed, `rows` of b per CTA by `tokens` of a; tiles that share rows follow each other. The p-th `share` CTAs of it take
-the p-th part of the k steps: their tiles of a are the same, and each loads its share of them for all. Each CTA has one or two
+the p-th part of the k steps: their tiles of a are the same, and each loads its share of them for all. Each CTA has up to four
 consumer warpgroups, 64 rows each, and one producer warp:
 
 Producer, for every tile and k step: wait until the stage is empty, then TMA both operands' tiles into it.
@@ -23,7 +24,7 @@ and release that one's stage (packed: wait for the step before, convert, issue);
 read every split-th token from each of them, add in the order of their ranks, and store. So the order of summation depends
 on the shape and the configuration only.
 
-A tile has up to 128 rows, in steps of 16 where K is contiguous, so that a weight can be cut into as many equal tiles as there
+A tile has up to 128 rows (256 of shuffled b), in steps of 16 where K is contiguous, so that a weight can be cut into as many equal tiles as there
 are clusters. wgmma reads 64 rows per consumer warpgroup all the same; what it makes of the rest is dropped.
 
 Barriers
@@ -88,6 +89,7 @@ class SwappedGemm:
     overlap: bool
     packed: bool = False
     wide_codes: bool = False
+    shuffled: bool = False
 
     @property
     def consumers(self) -> int:
@@ -119,12 +121,24 @@ class SwappedGemm:
 
     @property
     def scale_elements(self) -> int:
-        """With what a warpgroup of less than 64 rows reads past the last buffer."""
-        return self.scale_loader.elements + (ROWS * self.consumers - self.rows) * mxfp4.GROUP if self.packed else 0
+        """Bytes, with what a warpgroup of less than 64 rows reads past the last buffer."""
+        if not self.packed:
+            return 0
+        of_buffers = self.scale_loader.elements * self.scale_loader.dtype.width // 8
+        return of_buffers + (ROWS * self.consumers - self.rows) * mxfp4.GROUP
+
+    @property
+    def code_loader(self) -> ScaleLoader:
+        """Of packed b that is `shuffled`: 16 rows of a step are two blocks."""
+        return ScaleLoader(self.rows // mxfp4.BLOCK_ROWS, 1, self.num_stages, Int32, 2 * mxfp4.BLOCK_BYTES // 4)
 
     @property
     def scale_loader(self) -> ScaleLoader:
-        """Of packed b: a stage's buffer holds those of the steps from its own on that share their 16 bytes."""
+        """Of packed b: a stage's buffer holds those of the steps from its own on that share their 16 bytes; of `shuffled` its own."""
+        if self.shuffled:
+            return ScaleLoader(
+                self.rows // mxfp4.BLOCK_ROWS, 1, self.num_stages, Int32, 2 * mxfp4.BLOCK_SCALE_BYTES // 4
+            )
         return ScaleLoader(self.rows, 1, self.num_stages, Uint8, mxfp4.GROUP)
 
     @cute.jit
@@ -151,6 +165,21 @@ class SwappedGemm:
             mxfp4.convert(words, mxfp4.load_codes(of_stage, row), scale_words, step, thread % 32)
 
     @cute.jit
+    def convert_shuffled(
+        self, words: cute.Tensor, codes: cute.Pointer, scales: cute.Pointer, stage: Int32, half: cutlass.Constexpr, thread: Int32
+    ):  # fmt: skip
+        """words, a fragment of half a step, from a stage."""
+        block = 2 * (thread // 32) + half
+        loaded = mxfp4.load_block(
+            codes.toint().to(Int32) + stage * self.loader_b.stage_bytes + block * mxfp4.BLOCK_BYTES,
+            scales.toint().to(Int32) + stage * (4 * self.scale_loader.block_elements) + block * mxfp4.BLOCK_SCALE_BYTES,
+            thread % 32,
+        )
+        for j, registers in enumerate(mxfp4.convert_block(*loaded)):
+            for i, pair in enumerate(registers):
+                words[4 * j + i] = pair
+
+    @cute.jit
     def scale_offsets(self, M: Int32, N: Int32, m0: Int32, n0: Int32, k_tiles: Int32, thread: Int32):
         """Where the scales of b ([N / 128, k_tiles]) for this thread's two rows begin, and those of a ([M, k_tiles]) for each
         of its tokens, in the order of its values. Past the end any will do: what they scale is not stored."""
@@ -173,13 +202,25 @@ class SwappedGemm:
     ):  # fmt: skip
         """As sm90.Gemm.__call__; group is not used."""
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
-        tma_b, coordinates_b = self.loader_b.tma(
-            self.loader_b.matrix(
-                b, N, K // 2 if cutlass.const_expr(self.packed and not self.wide_codes) else K, b_stride
+        if cutlass.const_expr(self.shuffled):
+            words = K // mxfp4.BLOCK_K * (mxfp4.BLOCK_BYTES // 4)
+            tma_b, coordinates_b = self.code_loader.tma(
+                self.code_loader.matrix(cute.recast_ptr(b, dtype=Int32), N // mxfp4.BLOCK_ROWS, words, Int64(words))
             )
-        )
+        else:
+            tma_b, coordinates_b = self.loader_b.tma(
+                self.loader_b.matrix(
+                    b, N, K // 2 if cutlass.const_expr(self.packed and not self.wide_codes) else K, b_stride
+                )
+            )
         tma_s = coordinates_s = None
-        if cutlass.const_expr(self.packed):
+        if cutlass.const_expr(self.shuffled):
+            words = K // mxfp4.BLOCK_K * (mxfp4.BLOCK_SCALE_BYTES // 4)
+            stride = Int64(cute.ceil_div(K, mxfp4.BLOCK * mxfp4.GROUP)) * (mxfp4.GROUP * mxfp4.BLOCK_ROWS // 4)
+            tma_s, coordinates_s = self.scale_loader.tma(
+                self.scale_loader.matrix(cute.recast_ptr(scale_b, dtype=Int32), N // mxfp4.BLOCK_ROWS, words, stride)
+            )
+        elif cutlass.const_expr(self.packed):
             blocks = cute.ceil_div(K, mxfp4.BLOCK)
             stride = Int64(cute.ceil_div(blocks, mxfp4.GROUP)) * mxfp4.GROUP
             tma_s, coordinates_s = self.scale_loader.tma(self.scale_loader.matrix(scale_b, N, blocks, stride))
@@ -272,10 +313,18 @@ class SwappedGemm:
         if warp == self.consumer_threads // 32:
             # Producer.
             shared_a, global_a = loader_a.partition(tma_a, coordinates_a, smem_a, column)
-            shared_b, global_b = loader_b.partition(tma_b, coordinates_b, smem_b, 0)
+            if cutlass.const_expr(self.shuffled):
+                words = cute.make_tensor(
+                    cute.recast_ptr(storage.b.data_ptr(), dtype=Int32), self.code_loader.smem_layout()
+                )
+                shared_b, global_b = self.code_loader.partition(tma_b, coordinates_b, words)
+                shared_b = shared_b[(None, 0, None)]
+            else:
+                shared_b, global_b = loader_b.partition(tma_b, coordinates_b, smem_b, 0)
             if cutlass.const_expr(self.packed):
+                start = cute.recast_ptr(storage.scales.data_ptr(), dtype=self.scale_loader.dtype)
                 shared_s, global_s = self.scale_loader.partition(
-                    tma_s, coordinates_s, storage.scales.get_tensor(self.scale_loader.smem_layout())
+                    tma_s, coordinates_s, cute.make_tensor(start, self.scale_loader.smem_layout())
                 )
             mask_a = None
             if cutlass.const_expr(share > 1):
@@ -296,7 +345,16 @@ class SwappedGemm:
                     barrier = full + write.index
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(barrier, loader_a.stage_bytes + loader_b.stage_bytes)
-                    if cutlass.const_expr(self.packed):
+                    if cutlass.const_expr(self.shuffled):
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_expect_tx(barrier, self.scale_loader.slot_bytes)
+                        cute.copy(
+                            tma_s,
+                            global_s[(None, n_tile, k_begin + k)],
+                            shared_s[(None, 0, write.index)],
+                            tma_bar_ptr=barrier,
+                        )
+                    elif cutlass.const_expr(self.packed):
                         if k == 0 or (k_begin + k) % mxfp4.GROUP_STEPS == 0:
                             with cute.arch.elect_one():
                                 cute.arch.mbarrier_expect_tx(barrier, self.scale_loader.slot_bytes)
@@ -319,7 +377,7 @@ class SwappedGemm:
             if cutlass.const_expr(self.packed):
                 mma = mma_block.tiled_mma(loader_a, loader_a, self.tokens, True)
                 slice_ = mma.get_slice(0)
-                shape_b = mma.partition_shape_A((ROWS, mxfp4.STEP))
+                shape_b = mma.partition_shape_A((ROWS, mxfp4.STEP // 2 if self.shuffled else mxfp4.STEP))
                 operand_b = tuple(cute.make_rmem_tensor(shape_b, loader_a.dtype) for _ in range(2))
                 words_b = tuple(cute.recast_tensor(each, Int32) for each in operand_b)
                 alpha = alpha * Float32(2.0**mxfp4.SHIFT)
@@ -346,7 +404,27 @@ class SwappedGemm:
                 n_tile = tile // tiles_m
                 m_tile = tile - n_tile * tiles_m
                 n_tile = n_tile * share + column
-                if cutlass.const_expr(self.packed):
+                if cutlass.const_expr(self.shuffled):
+                    # Half a step is converted while the half before it is multiplied, out of another fragment.
+                    acc.fill(0.0)
+                    for k in cutlass.range(k_count, unroll=1):
+                        cute.arch.mbarrier_wait(full + read.index, read.phase)
+                        for half in cutlass.range_constexpr(2):
+                            self.convert_shuffled(
+                                words_b[half], storage.b.data_ptr(), storage.scales.data_ptr(), read.index, half, thread
+                            )
+                            warpgroup.fence()
+                            mma_block.multiply_registers(mma, acc, operand_b[half], operand_a, read.index, 4 * half)
+                            warpgroup.wait_group(1)
+                            if cutlass.const_expr(half == 0):
+                                if k > 0:
+                                    self.release(empty + release.index, part, thread)
+                                    release.advance()
+                        read.advance()
+                    warpgroup.wait_group(0)
+                    self.release(empty + release.index, part, thread)
+                    release.advance()
+                elif cutlass.const_expr(self.packed):
                     # One step is converted while the one before it is multiplied, out of another fragment.
                     acc.fill(0.0)
                     largest.fill(0)

@@ -3,6 +3,8 @@
 Trailing [N, K] is cut into [N / 16, 16, K / 64, 4, 16] = (n block, n lane, k block, k lane, k) and stored as (n block, k block,
 k lane, n lane, k): 1024 bytes for 16 rows and 64 of K, of which lane l = 16 * (k lane) + (n lane) takes the 16 bytes l. The
 order is that of MSLK's `preshuffle_b_mfma`.
+
+MXFP4 weights have another order, for Hopper: ops/gemm/preshuffled_mxfp4.py.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import Any
 
 import torch
 
-from fourwave.ops.gemm.problem import FLOAT8
+from fourwave.ops.gemm.preshuffled_mxfp4 import check_codes, shuffle_codes, shuffle_scale, unshuffle_codes
+from fourwave.ops.gemm.problem import FLOAT8, PACKED_E2M1
 from fourwave.quantize.tensor import QuantizedTensor, check_device
 
 ROWS, K_BLOCK, K_LANES, K_PACK = 16, 64, 4, 16
@@ -20,11 +23,12 @@ ROWS, K_BLOCK, K_LANES, K_PACK = 16, 64, 4, 16
 
 @dataclass(frozen=True, eq=False)
 class Preshuffled:
-    """8-bit floating-point weights in preshuffled order, made by `preshuffle`: a copy of what it was given, with the codes reordered.
+    """8-bit floating-point or MXFP4 weights in preshuffled order, made by `preshuffle`: a copy of what it was given, codes reordered.
 
-    weights         codes [N, K] or [G, N, K], or a QuantizedTensor of rowwise codes. Scales "1x32" are a view of packed_scale, so
-                    what changes one changes both
-    packed_scale    scales "1x32" [N, K / 32] in rows of whole chunks of 16, zeros behind the last block, as `gemm` reads them
+    weights         codes [N, K] or [G, N, K], or a QuantizedTensor of rowwise codes. MXFP8's scales are a view of packed_scale, so
+                    what changes one changes both; MXFP4's are a copy that `gemm` does not read
+    packed_scale    scales "1x32" [N, K / 32] in rows of whole chunks of 16, zeros behind the last block, as `gemm` reads them: MXFP4's
+                    reordered, too
     """
 
     weights: torch.Tensor | QuantizedTensor
@@ -34,9 +38,12 @@ class Preshuffled:
         weights = self.weights
         if not isinstance(weights, (torch.Tensor, QuantizedTensor)):
             raise ValueError(f"Preshuffled of {_told(weights)}; its weights are a tensor or a QuantizedTensor")
-        _checked(_codes(weights))
+        check_shuffled(_codes(weights))
         if isinstance(weights, QuantizedTensor) and weights.format.is_mx:
             assert weights.scale is not None
+            if weights.format.element == "e2m1":
+                object.__setattr__(self, "packed_scale", shuffle_scale(weights.scale))
+                return
             packed = _packed(weights.scale)
             object.__setattr__(self, "packed_scale", packed)
             object.__setattr__(self, "weights", replace(weights, scale=packed[:, : weights.scale.shape[1]]))
@@ -69,7 +76,8 @@ class Preshuffled:
     def unshuffle(self) -> torch.Tensor | QuantizedTensor:
         """A copy in plain order, scales included: the inverse of `preshuffle`."""
         if isinstance(self.weights, QuantizedTensor):
-            return _copied(self.weights, unshuffle(self.data))
+            plain = unshuffle_codes(self.data) if self.data.dtype == PACKED_E2M1 else unshuffle(self.data)
+            return _copied(self.weights, plain)
         return unshuffle(self.weights)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,7 +108,10 @@ def unshuffle(t: torch.Tensor) -> torch.Tensor:
 
 def check_shuffled(t: torch.Tensor) -> None:
     """Raises ValueError where t cannot be preshuffled weights."""
-    _checked(t)
+    if isinstance(t, torch.Tensor) and t.dtype == PACKED_E2M1:
+        check_codes(t)
+    else:
+        _checked(t)
 
 
 def _checked(t: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -118,11 +129,11 @@ def _codes(weights: torch.Tensor | QuantizedTensor) -> torch.Tensor:
     """Codes that can be multiplied, or ValueError."""
     codes = weights
     if isinstance(weights, QuantizedTensor):
-        if weights.data is None or weights.format.element == "e2m1":
-            raise ValueError(
-                f"preshuffled weights have 8-bit rowwise codes; this {weights.format.name} tensor has none"
-            )
+        if weights.data is None:
+            raise ValueError(f"preshuffled weights have rowwise codes; this {weights.format.name} tensor has none")
         codes = weights.data
+        if weights.format.element == "e2m1":
+            return codes
     assert isinstance(codes, torch.Tensor)
     if codes.dtype not in FLOAT8:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT8)
@@ -138,9 +149,9 @@ def _told(given: object) -> str:
 
 def preshuffle(w: torch.Tensor | QuantizedTensor) -> Preshuffled:
     """Weights w for b of `gemm` ([N, K] or a rowwise QuantizedTensor) or `grouped_gemm` (also [G, N, K]), reordered once: 8-bit
-    floats only.
+    floats, and for `gemm` MXFP4.
 
-    The product has the same bits as that of the weights in plain order. The result is a copy, scales included: it does not
+    The product has the same bits as that of the weights in plain order (MXFP4: Hopper's adds in another order). The result is a copy, scales included: it does not
     see later changes of w. Raises ValueError where N is no multiple of 16 or K none of 64, where w is no such weights, and where
     codes or scales require grad outside torch.no_grad(), as no gradient is recorded.
     """
@@ -154,7 +165,8 @@ def preshuffle(w: torch.Tensor | QuantizedTensor) -> Preshuffled:
             "w requires grad, and preshuffle records no gradient: use it under torch.no_grad(), or detach w"
         )
     with torch.no_grad():
-        codes = shuffle(_codes(w))
+        codes = _codes(w)
+        codes = shuffle_codes(codes) if codes.dtype == PACKED_E2M1 else shuffle(codes)
         return Preshuffled(_copied(w, codes) if isinstance(w, QuantizedTensor) else codes)
 
 
