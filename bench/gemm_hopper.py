@@ -181,6 +181,10 @@ def time_interleaved(variants: dict[str, Callable[[int], None]], samples: int) -
     def interval() -> tuple[torch.cuda.Event, torch.cuda.Event]:
         return torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
+    # Each graph's buffers are allocated anew, and while it is captured the allocator gives nothing back.
+    free, total = torch.cuda.mem_get_info()
+    if free < total / 2:
+        torch.cuda.empty_cache()
     counts: dict[str, int] = {}
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     for name, call in variants.items():
@@ -210,6 +214,56 @@ def time_interleaved(variants: dict[str, Callable[[int], None]], samples: int) -
     for name, start, end in events:
         times[name].append(start.elapsed_time(end) * 1e-3 / counts[name])
     return times
+
+
+WRITE_SECONDS = 5.0
+Measured = tuple[dict[str, Any], str]
+
+
+def run_rows(
+    todo: list[tuple[dict[str, Any], Callable[[], Measured]]],
+    deadline: float,
+    write: Callable[[list[dict[str, Any]], int], object],
+) -> tuple[list[dict[str, Any]], int]:
+    """Records of the rows of `todo`, each what it is called and what measures it; and how many did not start, because it was past
+    `deadline` (time.monotonic) or because the device answers no more.
+
+    A row that raises is one whose check failed. `write` gets both every few seconds: a run that is killed leaves what it had.
+    """
+    written = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    for label, call in todo:
+        if time.monotonic() > deadline:
+            break
+        failed = ""
+        try:
+            row, text = call()
+        except Exception as error:
+            failed = f"{type(error).__name__}: {error}"
+        if failed:
+            row, text = (
+                label | {"error": failed},
+                f"{' '.join(map(str, label.values()))}  Error: {failed.splitlines()[0]}",
+            )
+        rows.append(row)
+        print(text, flush=True)
+        if failed:
+            if not device_answers():
+                break
+            torch.cuda.empty_cache()
+        if time.monotonic() - written > WRITE_SECONDS:
+            write(rows, len(todo) - len(rows))
+            written = time.monotonic()
+    return rows, len(todo) - len(rows)
+
+
+def device_answers() -> bool:
+    """Not after a kernel's illegal access or instruction, for the rest of the process."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def host_seconds(calls: int = 2000) -> dict[str, float]:
@@ -361,8 +415,9 @@ def measure(
         cublas(0)
     except RuntimeError as error:
         row["cublas_refuses"] = str(error).splitlines()[0]
-        return row, f"{head}  cublas refuses: {row['cublas_refuses']}"
-    variants: dict[str, Callable[[int], None]] = {"cublas": cublas}
+        if not deepgemm:
+            return row, f"{head}  cublas refuses: {row['cublas_refuses']}"
+    variants: dict[str, Callable[[int], None]] = {} if "cublas_refuses" in row else {"cublas": cublas}
     if deepgemm:
         import deep_gemm  # type: ignore[import-not-found]  # its scales of a are transposed beforehand
 
@@ -383,7 +438,8 @@ def measure(
     if scaling != "blocks_of_both":
         row["config"] = str(configs[best] or sm90_config.default_config(problem)[0])
     row["seconds"] = times
-    row["ratio"] = medians["cublas"] / medians[best]
+    if "cublas" in medians:
+        row["ratio"] = medians["cublas"] / medians[best]
     if deepgemm:
         row["ratio_deepgemm"] = medians["deepgemm"] / medians[best]
     if M <= 256:
@@ -394,7 +450,9 @@ def measure(
         unit += f" ({read / medians[best] / 1e12:.2f} TB/s)"
     else:
         shown, unit = {label: problem.flops / seconds / 1e12 for label, seconds in medians.items()}, "TFLOP/s"
-    compared = f"cublas {shown['cublas']:6.1f}  ours {shown[best]:6.1f} {unit}  {row['ratio']:.3f}"
+    compared = f"ours {shown[best]:6.1f} {unit}"
+    if "cublas" in medians:
+        compared = f"cublas {shown['cublas']:6.1f}  {compared}  {row['ratio']:.3f}"
     if deepgemm:
         compared += f"  deepgemm {shown['deepgemm']:6.1f}  {row['ratio_deepgemm']:.3f}"
     if "plain" in medians:
@@ -450,9 +508,7 @@ def main() -> None:
     torch.manual_seed(0)
     layouts = args.layouts.split(",")
     groups = [int(group) for group in args.groups.split(",") if group]
-    rows: list[dict[str, Any]] = []
-    skipped = 0
-    preheat(args.preheat)
+    todo: list[tuple[dict[str, Any], Callable[[], Measured]]] = []
     for layout in layouts:
         if args.suite == "llm81":
             gradients = args.scaling == "blocks_of_both"
@@ -463,65 +519,59 @@ def main() -> None:
             shapes = [(f"{w.model} {w.layer}", (m, *w.gemm("TN")[1:])) for m in rows_m for w in weights]
         else:
             shapes = [(args.suite, shape) for shape in SHAPES[args.suite]]
-        for name, shape in shapes[:: args.every]:
-            if time.monotonic() - began > args.seconds:
-                skipped += 1
-                continue
-            row, text = measure(
-                name,
-                *shape,
-                layout,
-                args.dtype,
-                args.scaling,
-                args.configs == "all",
-                groups,
-                args.tiles,
-                args.samples,
-                l2_bytes,
-                args.deepgemm,
-            )
-            rows.append(row)
-            print(text, flush=True)
-    host = host_seconds()
-    timed = [row for row in rows if "ratio" in row]
-    refused = sum("cublas_refuses" in row for row in rows)
-    failed = len(rows) - len(timed) - refused
-    by_layout = {
-        layout: summary([row for row in timed if row["layout"] == layout])
-        for layout in layouts
-        if any(row["layout"] == layout for row in timed)
-    }
-    if args.suite == "decode":
-        by_layout |= {
-            f"{layout}, M={m}": summary([row for row in timed if row["layout"] == layout and row["M"] == m])
+        for name, (M, N, K) in shapes[:: args.every]:
+            label = {"layout": layout, "M": M, "N": N, "K": K}
+            call = functools.partial(
+                measure, name, M, N, K, layout, args.dtype, args.scaling, args.configs == "all", groups, args.tiles, args.samples,
+                l2_bytes, args.deepgemm,
+            )  # fmt: skip
+            todo.append((label, call))
+    preheat(args.preheat)
+
+    def record(rows: list[dict[str, Any]], skipped: int, ended: bool) -> dict[str, Any]:
+        timed = [row for row in rows if "ratio" in row]
+        refused = sum("cublas_refuses" in row for row in rows)
+        by_layout = {
+            layout: summary([row for row in timed if row["layout"] == layout])
             for layout in layouts
-            for m in sorted({row["M"] for row in timed if row["layout"] == layout})
+            if any(row["layout"] == layout for row in timed)
         }
-    record = {
-        "what": f"{args.dtype}{f' ({args.scaling} scales)' if 'fp8' in args.dtype else ''} GEMM: ratio is cuBLAS's median time over fourwave's; graph replay, operands not in L2",
-        "command": " ".join(["python", "bench/gemm_hopper.py", *sys.argv[1:]]),
-        "commit": args.commit,
-        "device": before,
-        "device_after": machine(),
-        "versions": {
-            "fourwave": fw.__version__,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "nvidia-cutlass-dsl": version("nvidia-cutlass-dsl"),
-            "python": sys.version.split()[0],
-        },
-        "samples": args.samples,
-        "host_seconds": host,
-        "summary": by_layout,
-        "failed_checks": failed,
-        "refused_by_cublas": refused,
-        "rows_not_started": skipped,
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(record) + "\n")
-    print(json.dumps({"summary": by_layout, "host_seconds": host, "failed": failed, "not started": skipped}, indent=1))
-    if failed:
+        if args.suite == "decode":
+            by_layout |= {
+                f"{layout}, M={m}": summary([row for row in timed if row["layout"] == layout and row["M"] == m])
+                for layout in layouts
+                for m in sorted({row["M"] for row in timed if row["layout"] == layout})
+            }
+        made = {
+            "what": f"{args.dtype}{f' ({args.scaling} scales)' if 'fp8' in args.dtype else ''} GEMM: ratio is cuBLAS's median time over fourwave's; graph replay, operands not in L2",
+            "command": " ".join(["python", "bench/gemm_hopper.py", *sys.argv[1:]]),
+            "commit": args.commit,
+            "device": before,
+            "device_after": machine() if ended else None,
+            "versions": {
+                "fourwave": fw.__version__,
+                "torch": torch.__version__,
+                "cuda": torch.version.cuda,
+                "nvidia-cutlass-dsl": version("nvidia-cutlass-dsl"),
+                "python": sys.version.split()[0],
+            },
+            "samples": args.samples,
+            "host_seconds": host_seconds() if ended and device_answers() else {},
+            "summary": by_layout,
+            "failed_checks": len(rows) - len(timed) - refused,
+            "refused_by_cublas": refused,
+            "rows_not_started": skipped,
+            "rows": rows,
+        }
+        if args.out:
+            args.out.write_text(json.dumps(made) + "\n")
+        return made
+
+    rows, skipped = run_rows(todo, began + args.seconds, functools.partial(record, ended=False))
+    made = record(rows, skipped, ended=True)
+    shown = {"summary": made["summary"], "host_seconds": made["host_seconds"], "failed": made["failed_checks"]}
+    print(json.dumps(shown | {"not started": skipped}, indent=1))
+    if made["failed_checks"]:
         sys.exit(1)
 
 

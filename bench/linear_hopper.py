@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gemm_hopper import machine, preheat, summary, time_interleaved
+from gemm_hopper import Measured, machine, preheat, run_rows, summary, time_interleaved
 
 import fourwave as fw
 from fourwave.recipes import MXFP8, BlockScaling, CurrentScaling, DelayedScaling, Recipe
@@ -164,51 +164,54 @@ def main() -> None:
     part, parts = map(int, args.part.split("/"))
     shapes = llm81()[:: args.every][part::parts]
     layers = compiled_layers([shape.gemm("TN") for shape in shapes]) if args.torchao else {}
+    torch.cuda.empty_cache()  # while it waits others may measure
     print(f"compiled {len(layers)}", flush=True)
     while args.wait is not None and not args.wait.exists():
         time.sleep(0.1)
     began = time.monotonic()
     preheat(args.preheat)
-    rows: list[dict[str, Any]] = []
-    skipped = 0
+    todo: list[tuple[dict[str, Any], Callable[[], Measured]]] = []
+    for shape in shapes:
+        M, N, K = shape.gemm("TN")
+        layer = layers.get((M, N, K))
+        call = functools.partial(measure, str(shape), M, N, K, variants, layer, args.samples, l2_bytes)
+        todo.append(({"M": M, "N": N, "K": K}, call))
+
+    def record(rows: list[dict[str, Any]], skipped: int, ended: bool) -> dict[str, Any]:
+        timed = [row for row in rows if "seconds" in row]
+        tables = ["over_bf16", *["over_torchao"] * args.torchao]
+        by_variant = {
+            f"{label} {table}": summary([{"ratio": row[table][label]} for row in timed])
+            for table in tables
+            for label in variants
+            if timed
+        }
+        versions = {"fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
+        versions |= {name: version(name) for name in ("nvidia-cutlass-dsl", *["torchao"] * args.torchao)}
+        made = {
+            "what": "forward and backward pass of a linear layer: median time of the BF16 layer, and of torchao's, over each variant's; graph replay, operands not in L2",
+            "command": " ".join(["python", "bench/linear_hopper.py", *sys.argv[1:]]),
+            "commit": args.commit,
+            "device": before,
+            "device_after": machine() if ended else None,
+            "versions": versions,
+            "samples": args.samples,
+            "summary": by_variant,
+            "failed_checks": len(rows) - len(timed),
+            "rows_not_started": skipped,
+            "rows": rows,
+        }
+        if args.out:
+            args.out.write_text(json.dumps(made) + "\n")
+        return made
+
     with fw.use_backend("hopper"):
-        for shape in shapes:
-            if time.monotonic() - began > args.seconds:
-                skipped += 1
-                continue
-            sizes = shape.gemm("TN")
-            row, text = measure(str(shape), *sizes, variants, layers.pop(sizes, None), args.samples, l2_bytes)
-            rows.append(row)
-            print(text, flush=True)
-    timed = [row for row in rows if "seconds" in row]
-    tables = ["over_bf16", *["over_torchao"] * args.torchao]
-    by_variant = {
-        f"{label} {table}": summary([{"ratio": row[table][label]} for row in timed])
-        for table in tables
-        for label in variants
-        if timed
-    }
-    versions = {"fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
-    versions |= {name: version(name) for name in ("nvidia-cutlass-dsl", *["torchao"] * args.torchao)}
-    record = {
-        "what": "forward and backward pass of a linear layer: median time of the BF16 layer, and of torchao's, over each variant's; graph replay, operands not in L2",
-        "command": " ".join(["python", "bench/linear_hopper.py", *sys.argv[1:]]),
-        "commit": args.commit,
-        "device": before,
-        "device_after": machine(),
-        "versions": versions,
-        "samples": args.samples,
-        "summary": by_variant,
-        "failed_checks": len(rows) - len(timed),
-        "rows_not_started": skipped,
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(record) + "\n")
-    for what, numbers in by_variant.items():
+        rows, skipped = run_rows(todo, began + args.seconds, functools.partial(record, ended=False))
+    made = record(rows, skipped, ended=True)
+    for what, numbers in made["summary"].items():
         print(what, {key: round(value, 3) for key, value in numbers.items()})
-    print("failed", record["failed_checks"], "not started", skipped, "seconds", round(time.monotonic() - began))
-    if record["failed_checks"]:
+    print("failed", made["failed_checks"], "not started", skipped, "seconds", round(time.monotonic() - began))
+    if made["failed_checks"]:
         sys.exit(1)
 
 

@@ -16,6 +16,7 @@ Every row is checked before it is timed as in bench/gemm_hopper.py. A red check 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gemm_hopper import Truth, machine, preheat, summary, time_interleaved
+from gemm_hopper import Measured, Truth, machine, preheat, run_rows, summary, time_interleaved
 
 import fourwave as fw
 from fourwave.quantize import QuantizedTensor
@@ -176,46 +177,48 @@ def main() -> None:
     preheat(args.preheat)
     kinds, all_rows = args.formats.split(","), [int(m) for m in args.rows.split(",")]
     weights = [weight for weight in llm81() if weight.microbatch == 1][:: args.every]
-    rows: list[dict[str, Any]] = []
-    skipped = 0
+    todo: list[tuple[dict[str, Any], Callable[[], Measured]]] = []
     for weight in weights:
         for M in all_rows:
             for kind in kinds:
-                if time.monotonic() - began > args.seconds:
-                    skipped += 1
-                    continue
                 shape = M, weight.out_features, weight.in_features
-                row, text = measure(f"{weight.model} {weight.layer}", shape, kind, compiled, args.samples, l2_bytes)
-                rows.append(row)
-                print(text, flush=True)
-    timed = [row for row in rows if "ratios" in row]
-    groups = {
-        f"{kind}, M={M}, {what}": [row["ratios"][what] for row in timed if (row["formats"], row["M"]) == (kind, M)]
-        for kind in kinds
-        for M in all_rows
-        for what in RATIOS
-    }
-    by_group = {what: summary([{"ratio": ratio} for ratio in ratios]) for what, ratios in groups.items() if ratios}
-    record = {
-        "what": "products of MX operands: median time of dequantization and torch.mm over fourwave's; graph replay, operands not in L2",
-        "command": " ".join(["python", "bench/mx_hopper.py", *sys.argv[1:]]),
-        "commit": args.commit,
-        "device": before,
-        "device_after": machine(),
-        "versions": {"fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
-        | {"nvidia-cutlass-dsl": version("nvidia-cutlass-dsl")},
-        "samples": args.samples,
-        "summary": by_group,
-        "failed_checks": len(rows) - len(timed),
-        "rows_not_started": skipped,
-        "rows": rows,
-    }  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps(record) + "\n")
-    for what, numbers in by_group.items():
+                label = {"formats": kind, "M": M, "N": shape[1], "K": shape[2]}
+                name = f"{weight.model} {weight.layer}"
+                todo.append((label, functools.partial(measure, name, shape, kind, compiled, args.samples, l2_bytes)))
+
+    def record(rows: list[dict[str, Any]], skipped: int, ended: bool) -> dict[str, Any]:
+        timed = [row for row in rows if "ratios" in row]
+        groups = {
+            f"{kind}, M={M}, {what}": [row["ratios"][what] for row in timed if (row["formats"], row["M"]) == (kind, M)]
+            for kind in kinds
+            for M in all_rows
+            for what in RATIOS
+        }
+        by_group = {what: summary([{"ratio": ratio} for ratio in ratios]) for what, ratios in groups.items() if ratios}
+        made = {
+            "what": "products of MX operands: median time of dequantization and torch.mm over fourwave's; graph replay, operands not in L2",
+            "command": " ".join(["python", "bench/mx_hopper.py", *sys.argv[1:]]),
+            "commit": args.commit,
+            "device": before,
+            "device_after": machine() if ended else None,
+            "versions": {"fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
+            | {"nvidia-cutlass-dsl": version("nvidia-cutlass-dsl")},
+            "samples": args.samples,
+            "summary": by_group,
+            "failed_checks": len(rows) - len(timed),
+            "rows_not_started": skipped,
+            "rows": rows,
+        }  # fmt: skip
+        if args.out:
+            args.out.write_text(json.dumps(made) + "\n")
+        return made
+
+    rows, skipped = run_rows(todo, began + args.seconds, functools.partial(record, ended=False))
+    made = record(rows, skipped, ended=True)
+    for what, numbers in made["summary"].items():
         print(what, {key: round(value, 3) for key, value in numbers.items()})
-    print("failed", record["failed_checks"], "not started", skipped, "seconds", round(time.monotonic() - began))
-    if record["failed_checks"]:
+    print("failed", made["failed_checks"], "not started", skipped, "seconds", round(time.monotonic() - began))
+    if made["failed_checks"]:
         sys.exit(1)
 
 
