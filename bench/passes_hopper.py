@@ -11,7 +11,7 @@ quantized. Variants, interleaved as in bench/gemm_hopper.py:
     cublas       torch._scaled_mm on the same codes and scales
     end          fw.quantize of both BF16 operands, in the direction that the pass needs, then the kernel
     cublas end   the quantization in PyTorch, compiled (torch.compile, dynamic shapes), then torch._scaled_mm
-    cublas, our quantizers   fw.quantize, then torch._scaled_mm
+    ours+cublas  fw.quantize, then torch._scaled_mm
     bf16         torch.mm of the BF16 tensors
     bf16 kernel  fw.gemm's kernel, of the BF16 tensors
 
@@ -47,10 +47,11 @@ BF16, E5M2 = torch.bfloat16, torch.float8_e5m2
 LAYOUTS = {"fprop": "TN", "dgrad": "NN", "wgrad": "NT"}
 NAMES = {E4M3: "fp8_e4m3", E5M2: "fp8_e5m2"}
 PART_ROWS = 4096
+VARIANTS = "kernel", "cublas", "end", "cublas end", "ours+cublas", "bf16", "bf16 kernel"
 RATIOS = {
     "kernel": ("cublas", "kernel"),
     "end to end": ("cublas end", "end"),
-    "end to end, our quantizers in both": ("cublas, our quantizers", "end"),
+    "end to end, our quantizers in both": ("ours+cublas", "end"),
     "BF16 kernel": ("bf16", "bf16 kernel"),
     "end to end over BF16": ("bf16", "end"),
     "cuBLASLt, end to end over BF16": ("bf16", "cublas end"),
@@ -86,6 +87,10 @@ def operand(x: torch.Tensor, dtype: torch.dtype, transposed: bool, backend: str)
     return codes, scale
 
 
+def ratios_of(timed: list[str]) -> dict[str, tuple[str, str]]:
+    return {what: pair for what, pair in RATIOS.items() if set(pair) <= set(timed)}
+
+
 def right(x: torch.Tensor, dtype: torch.dtype, transposed: bool, codes: torch.Tensor, scale: torch.Tensor) -> bool:
     """Whether codes and scale are those of quantize/reference.py, compared in parts, whose float32 copies find room."""
     largest = torch.stack([part.abs().amax() for part in x.split(PART_ROWS)]).amax()
@@ -107,7 +112,13 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def measure(
-    name: str, shape: tuple[int, int, int], which: str, compiled: Callable[..., Any], samples: int, l2_bytes: int
+    name: str,
+    shape: tuple[int, int, int],
+    which: str,
+    timed: list[str],
+    compiled: Callable[..., Any],
+    samples: int,
+    l2_bytes: int,
 ) -> tuple[dict[str, Any], str]:
     """One row: its record, without times where a check failed, and what to print."""
     M, N, K = shape
@@ -174,20 +185,22 @@ def measure(
     if not row["error_over_bound"] <= 1 or not same(out, alone):
         return row, f"{head}  WRONG: {row['error_over_bound']}, the same bits from BF16: {same(out, alone)}"
     del alone
-    truth = Truth(*plain[0], layout, BF16, bounds.U_FP32, None, None, "")
-    out.fill_(float("nan"))
-    bf16_kernel(0)
-    row["bf16_error_over_bound"] = truth.error(out)
-    del truth
-    if not row["bf16_error_over_bound"] <= 1:
-        return row, f"{head}  WRONG: BF16 {row['bf16_error_over_bound']}"
+    if "bf16 kernel" in timed:
+        truth = Truth(*plain[0], layout, BF16, bounds.U_FP32, None, None, "")
+        out.fill_(float("nan"))
+        bf16_kernel(0)
+        row["bf16_error_over_bound"] = truth.error(out)
+        del truth
+        if not row["bf16_error_over_bound"] <= 1:
+            return row, f"{head}  WRONG: BF16 {row['bf16_error_over_bound']}"
     variants: dict[str, Callable[[int], None]] = {
-        "kernel": kernel, "cublas": cublas, "end": end, "cublas end": cublas_end, "cublas, our quantizers": our_quantizers,
+        "kernel": kernel, "cublas": cublas, "end": end, "cublas end": cublas_end, "ours+cublas": our_quantizers,
         "bf16": bf16, "bf16 kernel": bf16_kernel,
     }  # fmt: skip
+    variants = {label: call for label, call in variants.items() if label in timed}
     row["seconds"] = time_interleaved(variants, samples)
     medians = {label: statistics.median(values) for label, values in row["seconds"].items()}
-    row["ratios"] = {what: medians[theirs] / medians[ours] for what, (theirs, ours) in RATIOS.items()}
+    row["ratios"] = {what: medians[theirs] / medians[ours] for what, (theirs, ours) in ratios_of(timed).items()}
     row["config"] = str(sm90_config.default_config(problem)[0])
     shown = "  ".join(f"{label} {medians[label] * 1e6:7.1f}" for label in variants)
     ratios = "  ".join(f"{value:.3f}" for value in row["ratios"].values())
@@ -197,6 +210,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--passes", default="fprop,dgrad,wgrad")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="as listed above")
     parser.add_argument("--preheat", type=float, default=0.0, help="seconds of products before the first row")
     parser.add_argument("--samples", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no row after this time")
@@ -222,23 +236,25 @@ def main() -> None:
                     compiled(x, dtype, transposed)
         return
     preheat(args.preheat)
-    passes = args.passes.split(",")
+    passes, timed = args.passes.split(","), args.variants.split(",")
+    if unknown := set(timed) - set(VARIANTS):
+        parser.error(f"--variants: {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
     todo: list[tuple[dict[str, Any], Callable[[], Measured]]] = []
     # Pass by pass within a shape, so that a run that ends early has as many rows of each.
     for shape in llm81()[:: args.every]:
         for which in passes:
             M, N, K = shape.gemm(LAYOUTS[which])
             label = {"pass": which, "M": M, "N": N, "K": K}
-            call = functools.partial(measure, str(shape), (M, N, K), which, compiled, args.samples, l2_bytes)
+            call = functools.partial(measure, str(shape), (M, N, K), which, timed, compiled, args.samples, l2_bytes)
             todo.append((label, call))
 
     def record(rows: list[dict[str, Any]], skipped: int, ended: bool) -> dict[str, Any]:
-        timed = [row for row in rows if "ratios" in row]
+        done = [row for row in rows if "ratios" in row]
         by_pass = {
-            f"{which}, {what}": summary([{"ratio": row["ratios"][what]} for row in timed if row["pass"] == which])
+            f"{which}, {what}": summary([{"ratio": row["ratios"][what]} for row in done if row["pass"] == which])
             for which in passes
-            for what in RATIOS
-            if any(row["pass"] == which for row in timed)
+            for what in ratios_of(timed)
+            if any(row["pass"] == which for row in done)
         }
         made = {
             "what": "FP8 products of a linear layer's passes, from codes and from BF16 tensors: ratios of median times, see the bench; graph replay, operands not in L2",
@@ -250,7 +266,7 @@ def main() -> None:
             | {"nvidia-cutlass-dsl": version("nvidia-cutlass-dsl")},
             "samples": args.samples,
             "summary": by_pass,
-            "failed_checks": len(rows) - len(timed),
+            "failed_checks": len(rows) - len(done),
             "rows_not_started": skipped,
             "rows": rows,
         }  # fmt: skip

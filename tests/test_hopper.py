@@ -187,6 +187,32 @@ def test_arguments_lie_where_the_kernel_looks(number: int) -> None:
     assert seen == expected and list(seen)[-2:] == ["stream", "result"]
 
 
+@pytest.mark.parametrize("schedule", ["swapped", "streamed"])
+def test_tiles_for_few_rows_do_not_depend_on_what_means_nothing_to_them(schedule: str) -> None:
+    """A grid has a cluster for each tile, or the partial sums of a CTA's only tile would lie over the stages of its next."""
+    p = problem(32 if schedule == "streamed" else 128, 1024, 1024)
+    if schedule == "streamed":
+        p = replace(p, b_dtype=torch.uint8, b_scaling="1x32", b_preshuffled=True)
+    config = HopperConfig(32, 16, 64, "streamed") if schedule == "streamed" else HopperConfig(64, 64, 64, "swapped")
+    tiles = p.M // config.tile_m * p.N // config.tile_n
+    assert why_unsupported(p, config) is None and sm90_config.single_tile(p, config)
+    for cluster_m in (1, 2, 4):
+        c = replace(config, cluster_m=cluster_m, consumers=2, store_stages=1, group=3)
+        seen: list[int] = []
+
+        class Executor:
+            @staticmethod
+            def capi_func(packed: ctypes.Array[ctypes.c_void_p], seen: list[int] = seen) -> None:
+                names = list(sm90_launch._ARGUMENTS)
+                address = packed[names.index("num_clusters")]
+                assert address is not None
+                seen.append(ctypes.c_int32.from_address(address).value)
+
+        one = torch.zeros(1)
+        sm90_launch._Plan(c, Executor(), p, (1, 2, 3, 0, 0), 132).launch(1, 2, 3, 0, GemmTensors(one, one, one), 0)
+        assert seen == [tiles]
+
+
 def test_automatic_choice_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Told by stand-ins for a Hopper GPU; a config of the caller's, or anything not in the records, changes the answer."""
     backend = registry.get("hopper")
@@ -1023,6 +1049,16 @@ def test_blocks_of_both_operands_go_to_the_grouped_kernel(monkeypatch: pytest.Mo
     ):  # fmt: skip
         reason = sm90_one_group.why_unsupported(replace(p, **change), None) or ""  # type: ignore[arg-type]
         assert said in reason, reason
+    assert "choose theirs" in (sm90_one_group.why_unsupported(p, HopperConfig()) or "")  # type: ignore[arg-type]
+
+
+def test_sizes_of_the_one_group_stay() -> None:
+    """A captured graph has their address."""
+    cpu = torch.device("cpu")
+    first = sm90_one_group._sizes(128, cpu)
+    for k in range(1, 5000):
+        assert sm90_one_group._sizes(k, cpu).tolist() == [k]
+    assert sm90_one_group._sizes(128, cpu) is first
 
 
 @on_gpu

@@ -83,7 +83,7 @@ class HopperBackend(Backend):
             return f"the operands are on the {problem.device_type.upper()}, not on a Hopper GPU"
         if not _is_hopper(torch.cuda.current_device()):
             return f"the current device is a {torch.cuda.get_device_name()}; there are kernels for Hopper"
-        if sm90_one_group.grouped_problem(problem) is not None:
+        if sm90_one_group.takes(problem):
             return sm90_one_group.why_unsupported(problem, config)  # type: ignore[arg-type]
         return sm90_decoded.why_unsupported(problem, config)  # type: ignore[arg-type]
 
@@ -117,14 +117,14 @@ class HopperBackend(Backend):
             return self._run_gemm(problem, config, tensors)
 
     def _run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
-        if sm90_one_group.grouped_problem(problem) is not None:
+        if sm90_one_group.takes(problem):
             return sm90_one_group.run(problem, config, tensors)  # type: ignore[arg-type]
         if sm90_decoded.decodes(problem):
             return sm90_decoded.run(problem, config, tensors)  # type: ignore[arg-type]
         return sm90_launch.run(problem, config, tensors)  # type: ignore[arg-type]
 
     def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
-        if sm90_one_group.grouped_problem(problem) is not None:
+        if sm90_one_group.takes(problem):
             return sm90_one_group.copies(problem, config, tensors)  # type: ignore[arg-type]
         if sm90_decoded.decodes(problem):
             return sm90_decoded.copies(problem, config, tensors)  # type: ignore[arg-type]

@@ -194,8 +194,11 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
                 f"{problem.M}x{problem.N}x{problem.K} {problem.layout} with weights in MX: the kernel takes TN with up to "
                 f"{PACKED_ROWS} rows and K in whole blocks of 32"
             )
-        if problem.b_preshuffled and (problem.N % 16 or problem.K % 64):
-            return f"N={problem.N} and K={problem.K} with preshuffled weights: their order is of 16 rows and 64 of K"
+        if problem.b_preshuffled and (problem.N % 16 or problem.K % 64 or problem.K >= 2**30):
+            return (
+                f"N={problem.N} and K={problem.K} with preshuffled weights: their order is of 16 rows and 64 of K, and 2 K words "
+                "of 16 rows are counted in 32 bits"
+            )
         if more_outputs(problem) or problem.activation == SWIGLU:
             return "swiglu, saved preactivation, bias gradient or quantized result with weights in MX: a swapped tile has none of these"
     elif problem.a_dtype in FP8 and problem.b_dtype in FP8:
@@ -407,7 +410,7 @@ def _why_streamed_unsupported(problem: GemmProblem, config: HopperConfig) -> str
 
 def single_tile(problem: GemmProblem, config: HopperConfig, num_sms: int = NUM_SMS) -> bool:
     """Whether no cluster of the grid has more than one (swapped or streamed) tile."""
-    return _swapped_tiles(problem, config) <= clusters(config, num_sms)
+    return cluster_tiles(problem, config) <= clusters(config, num_sms)
 
 
 def streamed_smem_bytes(problem: GemmProblem, config: HopperConfig) -> int:
@@ -441,8 +444,10 @@ def streamed(
     return replace(config, num_stages=next(fitting, 1))
 
 
-def _swapped_tiles(problem: GemmProblem, config: HopperConfig) -> int:
-    return -(-problem.M // config.tile_m) * -(-problem.N // (config.tile_n * config.cluster_n))
+def cluster_tiles(problem: GemmProblem, config: HopperConfig) -> int:
+    """What clusters take turns at: the tiles of a cluster's CTAs together. (CTAs that split a reduction have one.)"""
+    in_m = 1 if config.few_rows else config.cluster_m
+    return -(-problem.M // (config.tile_m * in_m)) * -(-problem.N // (config.tile_n * config.cluster_n))
 
 
 def swapped_smem_bytes(problem: GemmProblem, config: HopperConfig) -> int:
@@ -664,7 +669,7 @@ def _swapped_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float,
     elem_bytes = float(problem.b_dtype.itemsize)
     if packed(problem):
         elem_bytes = (0.5 if problem.b_dtype == PACKED_E2M1 else 1) + 1 / 32
-    turns = -(-_swapped_tiles(problem, config) // clusters(config))
+    turns = -(-cluster_tiles(problem, config) // clusters(config))
     all_steps = -(-problem.K // config.tile_k)
     k_steps = -(-all_steps // config.split)
     weights = problem.N * problem.K * elem_bytes
@@ -689,7 +694,7 @@ def _swapped_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float,
 def _streamed_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
     """Reading of weights and, out of L2, of a by all; the busiest CTA's instructions; what splits and turns cost. By counts, not by
     times."""
-    tiles = _swapped_tiles(problem, config)
+    tiles = cluster_tiles(problem, config)
     turns = -(-tiles // clusters(config))
     weights = problem.N * problem.K * 17 / 32
     rows_of_a = tiles * problem.M * problem.K * 2
@@ -707,8 +712,7 @@ def _seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
         return _swapped_seconds(problem, config)
     if config.schedule == "streamed":
         return _streamed_seconds(problem, config)
-    tiles = -(-problem.M // (config.tile_m * config.cluster_m)) * -(-problem.N // (config.tile_n * config.cluster_n))
-    per_cta = -(-tiles // clusters(config))
+    per_cta = -(-cluster_tiles(problem, config) // clusters(config))
     area = config.tile_m * config.tile_n
     k_steps = -(-problem.K // config.tile_k)
     multiply = 2 * area * k_steps * config.tile_k / (_SM_FLOPS * _rate(problem, config))

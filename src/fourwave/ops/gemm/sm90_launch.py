@@ -19,10 +19,10 @@ from fourwave.ops.gemm.sm90_config import (
     NUM_SMS,
     SWIZZLE_BYTES,
     HopperConfig,
+    cluster_tiles,
     clusters,
     default_config,
     more_outputs,
-    out_tile_n,
     promotes,
     single_tile,
     why_unsupported,
@@ -230,13 +230,11 @@ class _Plan:
         num_sms: int,
     ):  # fmt: skip
         """strides: of a's, b's, out's and z's rows, and z's distance."""
-        tiles_m = -(-problem.M // (config.tile_m * config.cluster_m))
-        tiles_n = -(-problem.out_columns // (out_tile_n(problem, config) * config.cluster_n))
         self._more = more_outputs(problem)
         arguments = _ARGUMENTS_AND_MORE if self._more else _ARGUMENTS
         values = dict.fromkeys(arguments, 0) | {
             "M": problem.M, "N": problem.N, "K": problem.K, "a_stride": strides[0], "b_stride": strides[1],
-            "out_stride": strides[2], "num_clusters": min(tiles_m * tiles_n, clusters(config, num_sms)), "group": config.group,
+            "out_stride": strides[2], "num_clusters": min(cluster_tiles(problem, config), clusters(config, num_sms)), "group": config.group,
         }  # fmt: skip
         first: tuple[str, ...] = _PER_CALL
         if self._more:

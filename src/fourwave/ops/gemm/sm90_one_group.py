@@ -18,10 +18,15 @@ from fourwave.ops.grouped_gemm.sm90_config import HopperGroupedConfig
 _FEATURES = frozenset(["scaling:1x128x1x128"])
 
 
+def takes(problem: GemmProblem) -> bool:
+    """Whether there is a grouped_problem; quicker than a look into its cache."""
+    return problem.a_scaling == "1x128" == problem.b_scaling
+
+
 @functools.lru_cache(maxsize=4096)
 def grouped_problem(problem: GemmProblem) -> GroupedProblem | None:
     """The grouped problem that stands for `problem`, or None where it has other scales."""
-    if (problem.a_scaling, problem.b_scaling) != ("1x128", "1x128"):
+    if not takes(problem):
         return None
     layout = problem.layout if problem.layout in ("NT", "TN") else "NT"
     return GroupedProblem(
@@ -41,6 +46,10 @@ def why_unsupported(problem: GemmProblem, config: HopperGroupedConfig | None) ->
         return "layout NN with FP8 operands: wgmma reads 8-bit operands with K contiguous only"
     if problem.bias_dtype is not None or problem.activation is not None:
         return "a bias or an activation with scales of 1x128 blocks of both operands: this kernel has neither"
+    if config is not None and not isinstance(config, HopperGroupedConfig):
+        return (
+            f"config is a {type(config).__name__}: products with scales of 1x128 blocks of both operands choose theirs"
+        )
     return sm90_config.why_unsupported(grouped, config)
 
 
@@ -68,6 +77,7 @@ def copies(problem: GemmProblem, config: HopperGroupedConfig | None, tensors: Ge
     return sm90_launch.copies(grouped, config, GroupedTensors(tensors.a, tensors.b, sizes, out))
 
 
+# Kept for good: a graph may have an address.
 _known: dict[tuple[int, torch.device], torch.Tensor] = {}
 
 
@@ -75,10 +85,9 @@ def _sizes(K: int, device: torch.device) -> torch.Tensor:
     """m_sizes of one group of K rows."""
     sizes = _known.get((K, device))
     if sizes is None:
-        sizes = torch.full((1,), K, dtype=torch.int64, device=device)
-        # What is made while a graph is captured lies in the graph's own memory.
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            if len(_known) >= 4096:
-                _known.clear()
-            _known[K, device] = sizes
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # Filled whenever the graph runs, in the graph's own memory.
+            return torch.full((1,), K, dtype=torch.int64, device=device)
+        # A copy from the host is there when it returns: other streams read it, too.
+        sizes = _known[K, device] = torch.tensor([K], dtype=torch.int64).to(device)
     return sizes
