@@ -14,6 +14,7 @@ from fourwave.blocks.cutedsl.access import assembly
 STEP = 128  # k of a stage
 ROW_BYTES = STEP // 2  # of codes
 BLOCK = 32  # k of a scale
+PART_BLOCKS = STEP // 2 // BLOCK  # of a half of a step, which is converted at a time
 GROUP = 16  # scales that are loaded together: 16 bytes of a row, 512 k
 GROUP_STEPS = GROUP * BLOCK // STEP
 SHIFT = 24
@@ -80,15 +81,17 @@ def _select(step, number, this, other):
 # What follows runs while a kernel is traced: nothing in it depends on values, and its loops are unrolled.
 
 
-def load_codes(base: cute.Pointer, row: Int32) -> list[list[Int32]]:
-    """Codes of rows `row` and row + 8 of a tile of ROW_BYTES per row, each row as 4 times 4 words. Its 16-byte chunks lie as
-    TMA's 64-byte swizzle puts them: number xor row / 2 % 4."""
+def load_codes(base: cute.Pointer, row: Int32, part: int) -> list[list[list[Int32]]]:
+    """Codes of rows `row` and row + 8 of a tile of ROW_BYTES per row, in the `part`-th half of the step: each row as 4 words for each
+    block. Its 16-byte chunks lie as TMA's 64-byte swizzle puts them: number xor row / 2 % 4."""
     address = base.toint().to(Int32) + row * ROW_BYTES
     swizzle = row // 2 % 4
     return [
-        _load_quad(address + (half * 8 * ROW_BYTES + (Int32(block) ^ swizzle) * 16))
+        [
+            _load_quad(address + (half * 8 * ROW_BYTES + (Int32(PART_BLOCKS * part + block) ^ swizzle) * 16))
+            for block in range(PART_BLOCKS)
+        ]
         for half in range(2)
-        for block in range(4)
     ]
 
 
@@ -100,28 +103,31 @@ def load_scales(scales: cute.Tensor, base: cute.Pointer, row: Int32) -> None:
             scales[4 * half + i] = word
 
 
-def step_factors(scales: cute.Tensor, step: Int32, half: int, bias: int) -> list[Int32]:
-    """The factors of the four blocks of a row in this STEP of the group."""
-    word = scales[4 * half]
-    for i in range(1, GROUP_STEPS):
-        word = _select(step, i, scales[4 * half + i], word)
-    return _factors(word, bias)
+def step_factors(factors: cute.Tensor, scales: cute.Tensor, step: Int32, bias: int = _BIAS) -> None:
+    """factors: 8 Int32, filled with those of the four blocks of each row in this STEP of the group, of scales as load_scales left them."""
+    for half in range(2):
+        word = scales[4 * half]
+        for i in range(1, GROUP_STEPS):
+            word = _select(step, i, scales[4 * half + i], word)
+        for block, factor in enumerate(_factors(word, bias)):
+            factors[4 * half + block] = factor
 
 
-def convert(fragment: cute.Tensor, codes: list[list[Int32]], scales: cute.Tensor, step: Int32, lane: Int32) -> None:
-    """Fill a 64 x STEP operand of wgmma in registers, of which this thread holds parts of two rows.
+def convert(
+    fragment: cute.Tensor, codes: list[list[list[Int32]]], factors: cute.Tensor, part: int, lane: Int32
+) -> None:
+    """Fill a 64 x STEP / 2 operand of wgmma in registers, of which this thread holds parts of two rows.
 
     fragment  Int32, for each 16 k: the first and the second row's of k + 0..7, then of k + 8..15; a thread has 2 k of each 8
-    codes     as load_codes returns them
-    scales    as load_scales left them; step: which STEP of the group
+    codes     as load_codes returns them; factors: as step_factors leaves them. part: which half of the step
     """
     selector = lane % 4 + 0x4440
     for half in range(2):
-        factors = step_factors(scales, step, half, _BIAS)
-        for block in range(STEP // BLOCK):
-            for chunk, codes_of_8 in enumerate(codes[4 * half + block]):
+        for block in range(PART_BLOCKS):
+            for chunk, codes_of_8 in enumerate(codes[half][block]):
                 k16, upper = 2 * block + chunk // 2, chunk % 2
-                fragment[4 * k16 + 2 * upper + half] = _pair(codes_of_8, selector, factors[block])
+                factor = factors[4 * half + PART_BLOCKS * part + block]
+                fragment[4 * k16 + 2 * upper + half] = _pair(codes_of_8, selector, factor)
 
 
 def load_block(codes: Int32, scales: Int32, lane: Int32) -> tuple[list[Int32], Int32]:

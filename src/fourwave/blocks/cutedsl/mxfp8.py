@@ -44,15 +44,15 @@ def _poison(largest):
 # What follows runs while a kernel is traced: nothing in it depends on values, and its loops are unrolled.
 
 
-def load_codes(base: cute.Pointer, row: Int32, lane: Int32) -> list[list[Int32]]:
-    """This thread's codes of rows `row` and row + 8 of a tile of ROW_BYTES per row, each row as 16 pairs, one of every 8 k. Its 16-byte
-    chunks lie as TMA's 128-byte swizzle puts them: number xor row % 8."""
+def load_codes(base: cute.Pointer, row: Int32, part: int, lane: Int32) -> list[list[Int32]]:
+    """This thread's codes of rows `row` and row + 8 of a tile of ROW_BYTES per row, in the `part`-th half of the step: each row as 8
+    pairs, one of every 8 k. Its 16-byte chunks lie as TMA's 128-byte swizzle puts them: number xor row % 8."""
     address = base.toint().to(Int32) + (row * ROW_BYTES + lane % 4 * 2)
     swizzle = row % 8
     return [
         [
             _load_pair(address + (half * 8 * ROW_BYTES + (Int32(chunk) ^ swizzle) * 16 + 8 * upper))
-            for chunk in range(ROW_BYTES // 16)
+            for chunk in range(part * ROW_BYTES // 32, (part + 1) * ROW_BYTES // 32)
             for upper in range(2)
         ]
         for half in range(2)
@@ -60,15 +60,19 @@ def load_codes(base: cute.Pointer, row: Int32, lane: Int32) -> list[list[Int32]]
 
 
 def convert(
-    fragment: cute.Tensor, codes: list[list[Int32]], scales: cute.Tensor, step: Int32, largest: cute.Tensor
+    fragment: cute.Tensor, codes: list[list[Int32]], factors: cute.Tensor, part: int, largest: cute.Tensor
 ) -> None:
-    """mxfp4.convert, of codes as load_codes returns them. largest: 2 Int32, of each row, which this step's codes join."""
+    """mxfp4.convert, of codes as load_codes returns them. largest: 2 Int32, of each row, which these codes join."""
     for half in range(2):
-        factors = mxfp4.step_factors(scales, step, half, _BIAS)
         for i, pair in enumerate(codes[half]):
             k16, upper = i // 2, i % 2
-            converted, largest[half] = _pair(pair, largest[half], factors[16 * k16 // mxfp4.BLOCK])
+            factor = factors[4 * half + mxfp4.PART_BLOCKS * part + 16 * k16 // mxfp4.BLOCK]
+            converted, largest[half] = _pair(pair, largest[half], factor)
             fragment[4 * k16 + 2 * upper + half] = converted
+
+
+def step_factors(factors: cute.Tensor, scales: cute.Tensor, step: Int32) -> None:
+    mxfp4.step_factors(factors, scales, step, _BIAS)
 
 
 def spoil(acc: cute.Tensor, largest: cute.Tensor) -> None:

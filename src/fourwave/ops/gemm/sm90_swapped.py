@@ -20,7 +20,7 @@ consumer warpgroups, 64 rows each, and one producer warp:
 
 Producer, for every tile and k step: wait until the stage is empty, then TMA both operands' tiles into it.
 Consumer, for every tile: for each k step wait until the stage is full, issue its wgmmas, wait for those of the step before
-and release that one's stage (packed: wait for the step before, convert, issue); write the sums to shared memory as `partial` [token, row]; when all CTAs of the cluster have,
+and release that one's stage (packed: for each half of the step, convert, issue, wait for the half before); write the sums to shared memory as `partial` [token, row]; when all CTAs of the cluster have,
 read every split-th token from each of them, add in the order of their ranks, and store. So the order of summation depends
 on the shape and the configuration only.
 
@@ -151,18 +151,28 @@ class SwappedGemm:
             cute.arch.mbarrier_arrive(barrier, part * self.share + thread % 32)
 
     @cute.jit
-    def convert(
-        self, words: cute.Tensor, codes: cute.Pointer, scales: cute.Pointer, scale_words: cute.Tensor, stage: Int32, k: Int32,
-        k_begin: Int32, row: Int32, thread: Int32, largest: cute.Tensor,
+    def step_factors(
+        self, factors: cute.Tensor, scale_words: cute.Tensor, scales: cute.Pointer, stage: Int32, k: Int32, k_begin: Int32,
+        row: Int32,
     ):  # fmt: skip
-        """words, a fragment, from a stage; `scale_words` keeps the scales for the steps that share them. largest: as in mxfp8."""
-        if k == 0 or (k_begin + k) % mxfp4.GROUP_STEPS == 0:
+        """factors, of a step's scales; `scale_words` keeps those of the steps that share 16 bytes."""
+        step = (k_begin + k) % mxfp4.GROUP_STEPS
+        if k == 0 or step == 0:
             mxfp4.load_scales(scale_words, scales + stage * self.scale_loader.block_elements, row)
-        of_stage, step = codes + stage * self.loader_b.stage_bytes, (k_begin + k) % mxfp4.GROUP_STEPS
+        (mxfp8 if self.wide_codes else mxfp4).step_factors(factors, scale_words, step)
+
+    @cute.jit
+    def convert(
+        self, words: cute.Tensor, codes: cute.Pointer, factors: cute.Tensor, stage: Int32, half: cutlass.Constexpr, row: Int32,
+        thread: Int32, largest: cute.Tensor,
+    ):  # fmt: skip
+        """words, a fragment of half a step, from a stage. largest: as in mxfp8."""
+        of_stage = codes + stage * self.loader_b.stage_bytes
         if cutlass.const_expr(self.wide_codes):
-            mxfp8.convert(words, mxfp8.load_codes(of_stage, row, thread % 32), scale_words, step, largest)
+            loaded = mxfp8.load_codes(of_stage, row, half, thread % 32)
+            mxfp8.convert(words, loaded, factors, half, largest)
         else:
-            mxfp4.convert(words, mxfp4.load_codes(of_stage, row), scale_words, step, thread % 32)
+            mxfp4.convert(words, mxfp4.load_codes(of_stage, row, half), factors, half, thread % 32)
 
     @cute.jit
     def convert_shuffled(
@@ -309,6 +319,7 @@ class SwappedGemm:
         first_tile = cute.arch.block_idx()[0] // cluster
 
         scale_words = cute.make_rmem_tensor(8, Int32)  # of a consumer
+        factors = cute.make_rmem_tensor(8, Int32)  # of its step
         largest = cute.make_rmem_tensor(2, Int32)  # of its codes
         if warp == self.consumer_threads // 32:
             # Producer.
@@ -377,7 +388,7 @@ class SwappedGemm:
             if cutlass.const_expr(self.packed):
                 mma = mma_block.tiled_mma(loader_a, loader_a, self.tokens, True)
                 slice_ = mma.get_slice(0)
-                shape_b = mma.partition_shape_A((ROWS, mxfp4.STEP // 2 if self.shuffled else mxfp4.STEP))
+                shape_b = mma.partition_shape_A((ROWS, mxfp4.STEP // 2))
                 operand_b = tuple(cute.make_rmem_tensor(shape_b, loader_a.dtype) for _ in range(2))
                 words_b = tuple(cute.recast_tensor(each, Int32) for each in operand_b)
                 alpha = alpha * Float32(2.0**mxfp4.SHIFT)
@@ -404,15 +415,31 @@ class SwappedGemm:
                 n_tile = tile // tiles_m
                 m_tile = tile - n_tile * tiles_m
                 n_tile = n_tile * share + column
-                if cutlass.const_expr(self.shuffled):
+                if cutlass.const_expr(self.packed):
                     # Half a step is converted while the half before it is multiplied, out of another fragment.
                     acc.fill(0.0)
+                    largest.fill(0)
+                    row = consumer * ROWS + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
                     for k in cutlass.range(k_count, unroll=1):
                         cute.arch.mbarrier_wait(full + read.index, read.phase)
-                        for half in cutlass.range_constexpr(2):
-                            self.convert_shuffled(
-                                words_b[half], storage.b.data_ptr(), storage.scales.data_ptr(), read.index, half, thread
+                        if cutlass.const_expr(not self.shuffled):
+                            self.step_factors(
+                                factors, scale_words, storage.scales.data_ptr(), read.index, k, k_begin, row
                             )
+                        for half in cutlass.range_constexpr(2):
+                            if cutlass.const_expr(self.shuffled):
+                                self.convert_shuffled(
+                                    words_b[half],
+                                    storage.b.data_ptr(),
+                                    storage.scales.data_ptr(),
+                                    read.index,
+                                    half,
+                                    thread,
+                                )
+                            else:
+                                self.convert(
+                                    words_b[half], storage.b.data_ptr(), factors, read.index, half, row, thread, largest
+                                )
                             warpgroup.fence()
                             mma_block.multiply_registers(mma, acc, operand_b[half], operand_a, read.index, 4 * half)
                             warpgroup.wait_group(1)
@@ -420,44 +447,6 @@ class SwappedGemm:
                                 if k > 0:
                                     self.release(empty + release.index, part, thread)
                                     release.advance()
-                        read.advance()
-                    warpgroup.wait_group(0)
-                    self.release(empty + release.index, part, thread)
-                    release.advance()
-                elif cutlass.const_expr(self.packed):
-                    # One step is converted while the one before it is multiplied, out of another fragment.
-                    acc.fill(0.0)
-                    largest.fill(0)
-                    row = consumer * ROWS + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
-                    for turns in cutlass.range(k_count // 2, unroll=1):
-                        for half in cutlass.range_constexpr(2):
-                            k = 2 * turns + half
-                            cute.arch.mbarrier_wait(full + read.index, read.phase)
-                            self.convert(
-                                words_b[half], storage.b.data_ptr(), storage.scales.data_ptr(), scale_words, read.index, k,
-                                k_begin, row, thread, largest,
-                            )  # fmt: skip
-                            warpgroup.fence()
-                            mma_block.multiply_registers(mma, acc, operand_b[half], operand_a, read.index)
-                            warpgroup.wait_group(1)
-                            if k > 0:
-                                self.release(empty + release.index, part, thread)
-                                release.advance()
-                            read.advance()
-                    if k_count % 2 == 1:
-                        cute.arch.mbarrier_wait(full + read.index, read.phase)
-                        self.convert(
-                            words_b[0], storage.b.data_ptr(), storage.scales.data_ptr(), scale_words, read.index,
-                            k_count - 1, k_begin, row, thread, largest,
-                        )  # fmt: skip
-                        warpgroup.fence()
-                        # An instruction of the branch's own: what `multiply_registers` sets in it is not there outside.
-                        last = mma_block.tiled_mma(loader_a, loader_a, self.tokens, True)
-                        mma_block.multiply_registers(last, acc, operand_b[0], operand_a, read.index)
-                        warpgroup.wait_group(1)
-                        if k_count > 1:
-                            self.release(empty + release.index, part, thread)
-                            release.advance()
                         read.advance()
                     warpgroup.wait_group(0)
                     self.release(empty + release.index, part, thread)
