@@ -190,10 +190,10 @@ def test_arguments_lie_where_the_kernel_looks(number: int) -> None:
 @pytest.mark.parametrize("schedule", ["swapped", "streamed"])
 def test_tiles_for_few_rows_do_not_depend_on_what_means_nothing_to_them(schedule: str) -> None:
     """A grid has a cluster for each tile, or the partial sums of a CTA's only tile would lie over the stages of its next."""
-    p = problem(32 if schedule == "streamed" else 128, 1024, 1024)
+    p = problem(32 if schedule == "streamed" else 128, 2048, 1024)
     if schedule == "streamed":
         p = replace(p, b_dtype=torch.uint8, b_scaling="1x32", b_preshuffled=True)
-    config = HopperConfig(32, 16, 64, "streamed") if schedule == "streamed" else HopperConfig(64, 64, 64, "swapped")
+    config = HopperConfig(32, 16, 64, "streamed") if schedule == "streamed" else HopperConfig(64, 32, 64, "swapped")
     tiles = p.M // config.tile_m * p.N // config.tile_n
     assert why_unsupported(p, config) is None and sm90_config.single_tile(p, config)
     for cluster_m in (1, 2, 4):
@@ -209,8 +209,11 @@ def test_tiles_for_few_rows_do_not_depend_on_what_means_nothing_to_them(schedule
                 seen.append(ctypes.c_int32.from_address(address).value)
 
         one = torch.zeros(1)
-        sm90_launch._Plan(c, Executor(), p, (1, 2, 3, 0, 0), 132).launch(1, 2, 3, 0, GemmTensors(one, one, one), 0)
-        assert seen == [tiles]
+        for num_sms in (132, 78):  # of an H100 or H200, and of an H20
+            sm90_launch._Plan(c, Executor(), p, (1, 2, 3, 0, 0), num_sms).launch(
+                1, 2, 3, 0, GemmTensors(one, one, one), 0
+            )
+        assert seen == [tiles, tiles]
 
 
 def test_automatic_choice_takes_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:

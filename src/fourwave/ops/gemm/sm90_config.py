@@ -408,9 +408,9 @@ def _why_streamed_unsupported(problem: GemmProblem, config: HopperConfig) -> str
     return None
 
 
-def single_tile(problem: GemmProblem, config: HopperConfig, num_sms: int = NUM_SMS) -> bool:
+def single_tile(problem: GemmProblem, config: HopperConfig) -> bool:
     """Whether no cluster of the grid has more than one (swapped or streamed) tile."""
-    return cluster_tiles(problem, config) <= clusters(config, num_sms)
+    return cluster_tiles(problem, config) <= clusters(config)
 
 
 def streamed_smem_bytes(problem: GemmProblem, config: HopperConfig) -> int:
@@ -431,23 +431,32 @@ def _in_flight(config: HopperConfig) -> int:
     return 4 * config.consumers * config.num_stages * config.tile_n * 34
 
 
-def streamed(
-    problem: GemmProblem, rows: int, split: int = 1, consumers: int = 2, room: int = SMEM_BYTES
-) -> HopperConfig:
-    """The streamed tile of `rows` columns of out that suits this M, with as many stages as `room` has bytes for, up to 8."""
+def streamed(problem: GemmProblem, rows: int, split: int = 1, consumers: int = 2) -> HopperConfig:
+    """The streamed tile of `rows` columns of out that suits this M, with as many stages as bring _IN_FLIGHT bytes, up to 8."""
     tokens = next((tile for tile in _TOKENS if tile >= problem.M), _TOKENS[-1])
     config = HopperConfig(
         tokens, rows, STREAMED_STEP, "streamed", consumers=consumers, cluster_m=1, cluster_n=1, group=1, split=split
     )  # fmt: skip
-    fitting = (n for n in range(8, 1, -1) if streamed_smem_bytes(problem, replace(config, num_stages=n)) <= room)
+    staged = [replace(config, num_stages=n) for n in range(2, 9)]
+    fitting = [c for c in staged if streamed_smem_bytes(problem, c) <= SMEM_BYTES]
     # One stage where two do not fit: never a candidate.
-    return replace(config, num_stages=next(fitting, 1))
+    least = replace(config, num_stages=1) if not fitting else fitting[-1]
+    return next((c for c in fitting if _in_flight(c) >= _IN_FLIGHT), least)
 
 
 def cluster_tiles(problem: GemmProblem, config: HopperConfig) -> int:
     """What clusters take turns at: the tiles of a cluster's CTAs together. (CTAs that split a reduction have one.)"""
     in_m = 1 if config.few_rows else config.cluster_m
     return -(-problem.M // (config.tile_m * in_m)) * -(-problem.N // (config.tile_n * config.cluster_n))
+
+
+def num_clusters(problem: GemmProblem, config: HopperConfig, num_sms: int) -> int:
+    """Of the grid, on a device of `num_sms`. Tiles for few rows count on what NUM_SMS have room for: where those have one tile each,
+    every tile gets a cluster, which waits where the device has fewer multiprocessors."""
+    tiles = cluster_tiles(problem, config)
+    if config.few_rows and single_tile(problem, config):
+        return tiles
+    return min(tiles, clusters(config, num_sms))
 
 
 def swapped_smem_bytes(problem: GemmProblem, config: HopperConfig) -> int:
@@ -490,13 +499,15 @@ def _swapped_candidates(problem: GemmProblem) -> list[HopperConfig]:
     if packed(problem):
         tiles = [swapped(problem, rows, split) for rows in (64, 128) for split in (1, 2, 4)]
         if problem.b_preshuffled:
-            for split, share in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2)):
+            # CTAs that share rows of a, and a reduction split in four, were slower on every weight.
+            tiles = [config for config in tiles if config.split < 4]
+            for split in (1, 2):
                 heights = 0
                 for turns in range(1, 1024):
-                    in_grid = clusters(HopperConfig(schedule="swapped", cluster_n=share, split=split))
-                    rows = -(-problem.N // (turns * share * in_grid * 64)) * 64
-                    if rows <= 256 and share <= (problem.M + 7) // 8:
-                        tiles.append(swapped(problem, rows, split, share))
+                    in_grid = clusters(HopperConfig(schedule="swapped", split=split))
+                    rows = -(-problem.N // (turns * in_grid * 64)) * 64
+                    if rows <= 256:
+                        tiles.append(swapped(problem, rows, split))
                         heights += 1
                     if heights == 2 or rows == 64 or (split > 1 and heights):
                         break
@@ -527,8 +538,8 @@ def _swapped_candidates(problem: GemmProblem) -> list[HopperConfig]:
 
 
 def _streamed_candidates(problem: GemmProblem) -> list[HopperConfig]:
-    """For each split of K the two tallest tiles that give every cluster the same number; split only where that is one. First with half
-    the memory, so that the next grid's CTAs find room, where that and half the registers are enough; then with all."""
+    """For each split of K the two tallest tiles that give every cluster the same number; split only where that is one. Low tiles
+    of a single row of a take all the warps that there are."""
     if not problem.b_preshuffled or problem.M > STREAMED_ROWS:
         return []
     tiles = []
@@ -539,12 +550,10 @@ def _streamed_candidates(problem: GemmProblem) -> list[HopperConfig]:
         heights = 0
         for turns in range(1, 1024):
             rows = max(_LEAST_ROWS, -(-problem.N // (turns * in_grid * 16)) * 16)
-            both = [streamed(problem, rows, split, room=room) for room in (HALF_SMEM_BYTES, SMEM_BYTES)]
-            both = [c for c in both if _why_streamed_unsupported(problem, c) is None and c.num_stages > 1]
-            if both and (rows * both[0].tile_m > 32 * _HALF_ACCUMULATORS or _in_flight(both[0]) < _LEAST_IN_FLIGHT):
-                both = both[-1:]
-            tiles += both
-            heights += 1 if both else 0
+            config = streamed(problem, rows, split, 4 if rows <= 64 and problem.M <= 8 else 2)
+            if _why_streamed_unsupported(problem, config) is None and config.num_stages > 1:
+                tiles.append(config)
+                heights += 1
             if heights == 2 or rows == _LEAST_ROWS or (split > 1 and heights):
                 break
     return list(dict.fromkeys(tiles))
@@ -562,18 +571,17 @@ SMALL = HopperConfig(64, 64, schedule="pingpong", num_stages=12, store_stages=1,
 _CANDIDATES = (WIDE, SQUARE, LONG, HUGE, HALF, LOW, SMALL)
 _TOKENS = (8, 16, 32, 64, 128)  # of a swapped tile
 _LEAST_ROWS = 32
-_LEAST_IN_FLIGHT = 40 * 1024  # of weights, per SM: 33 bytes per ns for a latency of somewhat over a microsecond
-_HALF_ACCUMULATORS = 56  # per thread of a streamed tile that needs no more than half an SM's registers
-# With promotion: totals beside the accumulators of 64 rows. TALL suits scales of rows, the other two those of blocks, whose
-# scales also lie in shared memory.
+_IN_FLIGHT = (
+    102 * 1024
+)  # of weights, per SM, of a streamed tile; with more, and with half of an SM's memory, they got slower
+# With promotion: totals beside the accumulators of 64 rows. TALL suits scales of rows, those after it scales of blocks, which
+# also lie in shared memory.
 PROMOTING_TALL = HopperConfig(256, 128, store_stages=2, cluster_m=1, cluster_n=2)
 PROMOTING_BLOCKS = HopperConfig(256, 128, store_stages=1, cluster_m=2, cluster_n=1, group=4)
 PROMOTING_LONG = HopperConfig(128, 192, store_stages=3, cluster_m=1, cluster_n=2)
 # What the cluster shares decides how much comes from L2 in a step: b's 192 columns are more than a's 128 rows.
 PROMOTING_PAIR = HopperConfig(128, 192, store_stages=3, cluster_m=2, cluster_n=1, group=4)
-PROMOTING_ROWS = HopperConfig(
-    256, 128, store_stages=1, cluster_m=1, cluster_n=2
-)  # as yet not timed, nor the one before
+PROMOTING_ROWS = HopperConfig(256, 128, store_stages=1, cluster_m=1, cluster_n=2)
 PROMOTING_SQUARE = HopperConfig(128, 128, num_stages=6, store_stages=1)
 PROMOTING_LOW = HopperConfig(64, 128, consumers=1, num_stages=8, cluster_m=1)
 _PROMOTING = (
@@ -587,20 +595,23 @@ _BYTES_PER_SECOND = 4.4e12
 _SM_BYTES_PER_SECOND = 33e9
 _L2_BYTES_PER_SECOND = 39e12
 _SPLIT_SECONDS, _TURN_SECONDS, _SHARE_SECONDS = 0.58e-6, 0.024e-6, 0.15e-6
-_L2_READ_BYTES_PER_SECOND = 5.8e12  # what all SMs read of it together, weights included
-_SM_CLOCK = 1.7e9
-_SHUFFLED_STEP_SECONDS = 0.2e-6  # of a warpgroup alone; not measured
-_STREAMED_SECONDS = 1 / (4 * 1.5e9)  # of an instruction that each of the four parts of an SM issues; not measured
+_L2_READ_BYTES_PER_SECOND = 6.8e12  # of streamed tiles together, weights included
+_LATENCY_SECONDS = 2.8e-6  # of a streamed tile's loads, all SMs reading
 _CONVERT_SECONDS = {64: 0.27e-6, 128: 0.44e-6}  # of a stage of MXFP4, by rows, with 8 tokens; taken for MXFP8, too
 _STORE_SECONDS = 0.8e-6  # of a 256x128 tile, where nothing else runs meanwhile
 _RATES = {
-    HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_BLOCKS: 0.95, PROMOTING_ROWS: 0.95, PROMOTING_SQUARE: 0.92,
-    PROMOTING_LOW: 0.52,
+    HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_BLOCKS: 0.95, PROMOTING_SQUARE: 0.92, PROMOTING_LOW: 0.52,
+}  # fmt: skip
+# With scales of blocks, by tile_m, tile_n and cluster.
+_BLOCK_RATES = {
+    (128, 192, 2, 1): 1.0, (128, 192, 1, 2): 0.997, (256, 128, 1, 2): 0.987, (256, 128, 2, 1): 0.984, (128, 128, 2, 1): 0.933,
+    (64, 128, 1, 1): 0.61,
 }  # fmt: skip
 # SQUARE hides its stores and reads more shared memory per product than WIDE. The first outweighs the second where tiles
 # are short and the chip is at its power limit, which a BF16 call of less than half a millisecond does not bring it to.
 _SQUARE_K_BYTES = 16384  # at most
 _SQUARE_VOLUME = 2.4e11  # M * N * K, at least, where operands have two bytes
+_SQUARE_FP8_VOLUME = 2e12  # likewise, where they have one, and K more than half of that
 # Over many long tiles CTAs drift apart and share less through L2; the larger a tile, the less it needs to.
 # M * N * K * sqrt(bytes of K / 16384) from where SQUARE and LONG lose to WIDE, and WIDE to HUGE.
 _DRIFT_VOLUMES = 6e12, 2.5e13
@@ -637,12 +648,17 @@ def _listed(problem: GemmProblem, config: HopperConfig) -> HopperConfig:
 
 
 def _rate(problem: GemmProblem, config: HopperConfig) -> float:
+    if problem.a_scaling == "1x128":
+        return _BLOCK_RATES[config.tile_m, config.tile_n, config.cluster_m, config.cluster_n]
     config = _listed(problem, config)
     volume = problem.M * problem.N * problem.K
     k_bytes = problem.K * problem.a_dtype.itemsize
     drift = volume * (k_bytes / 16384) ** 0.5
-    short = k_bytes <= _SQUARE_K_BYTES and (volume >= _SQUARE_VOLUME or problem.a_dtype in FP8)
-    if config in (PROMOTING_LONG, PROMOTING_PAIR) and problem.a_scaling != "1x128":
+    least = _SQUARE_VOLUME
+    if problem.a_dtype in FP8:
+        least = _SQUARE_FP8_VOLUME if k_bytes > _SQUARE_K_BYTES // 2 else 0
+    short = k_bytes <= _SQUARE_K_BYTES and volume >= least
+    if config in (PROMOTING_LONG, PROMOTING_PAIR):
         return 0.965
     if config == HUGE:
         return 1.02 if drift > _DRIFT_VOLUMES[1] else 0.97
@@ -679,10 +695,9 @@ def _swapped_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float,
     if packed(problem):
         busiest = turns * k_steps * _CONVERT_SECONDS[64 if config.tile_n <= 64 else 128] * (1 + config.tile_m / 200)
     if problem.b_preshuffled:
-        # Instructions of each part of an SM, or wgmmas, by counts and not by times.
-        of_warpgroup = max(200 * 4 * _STREAMED_SECONDS, 4 * config.tile_m / _SM_CLOCK)
-        busiest = turns * k_steps * max(_SHUFFLED_STEP_SECONDS, -(-config.tile_n // 64) * of_warpgroup)
-        everyone = max(everyone, (weights + tokens) / _L2_READ_BYTES_PER_SECOND)
+        of_warpgroup = max(0.085e-6 + 1.25e-9 * config.tile_m, 2.55e-9 * config.tile_m)
+        busiest = turns * k_steps * (0.14e-6 + -(-config.tile_n // 64) * of_warpgroup)
+        everyone = max(everyone, (weights + tokens) / 9e12)
     overhead = (
         _SPLIT_SECONDS * (config.split - 1) * (1 + config.tile_m / 32)
         + _TURN_SECONDS * (turns - 1) * (1 + config.tile_m / 64)
@@ -692,18 +707,19 @@ def _swapped_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float,
 
 
 def _streamed_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
-    """Reading of weights and, out of L2, of a by all; the busiest CTA's instructions; what splits and turns cost. By counts, not by
-    times."""
+    """Reading of weights and, out of L2, of a by all; of weights by the busiest CTA; what splits and turns cost."""
     tiles = cluster_tiles(problem, config)
     turns = -(-tiles // clusters(config))
     weights = problem.N * problem.K * 17 / 32
     rows_of_a = tiles * problem.M * problem.K * 2
     everyone = max(weights / _BYTES_PER_SECOND, (weights + rows_of_a) / _L2_READ_BYTES_PER_SECOND)
     stages = turns * -(-problem.K // STREAMED_STEP) / config.split
-    busiest = stages * (config.tile_n // 16 * (65 + config.tile_m) + 80) * _STREAMED_SECONDS
-    share = stages * config.tile_n * STREAMED_STEP * 17 / 32 / _SM_BYTES_PER_SECOND
-    overhead = _SPLIT_SECONDS * (config.split - 1) * (1 + config.tile_m / 32) + 0.3e-6 * (turns - 1)
-    return max(everyone, busiest, share) + overhead, turns
+    share = stages * config.tile_n * STREAMED_STEP * 17 / 32
+    share /= min(_SM_BYTES_PER_SECOND, _in_flight(config) / _LATENCY_SECONDS)
+    overhead = 0.3e-6 * (turns - 1)
+    if config.split > 1:
+        overhead += turns * (1e-6 + 0.25e-6 * config.split)
+    return max(everyone, share) + overhead, turns
 
 
 def _seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:

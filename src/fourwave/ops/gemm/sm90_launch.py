@@ -16,13 +16,11 @@ from fourwave.ops.gemm.problem import PACKED_E2M1, SWIGLU, GemmProblem, GemmTens
 from fourwave.ops.gemm.sm90_config import (
     FP8,
     MAX_STRIDE_BYTES,
-    NUM_SMS,
     SWIZZLE_BYTES,
     HopperConfig,
-    cluster_tiles,
-    clusters,
     default_config,
     more_outputs,
+    num_clusters,
     promotes,
     single_tile,
     why_unsupported,
@@ -57,11 +55,9 @@ class Specialisation:
     shuffled: bool
 
 
-def specialise(
-    problem: GemmProblem, config: HopperConfig, num_sms: int = NUM_SMS, vector: bool = True
-) -> Specialisation:
+def specialise(problem: GemmProblem, config: HopperConfig, vector: bool = True) -> Specialisation:
     """vector: rows of out and their starts allow stores of 4 elements; only a swapped tile cares."""
-    single = config.few_rows and single_tile(problem, config, num_sms)
+    single = config.few_rows and single_tile(problem, config)
     return Specialisation(
         replace(config, group=1), problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype, problem.bias_dtype,
         problem.activation, problem.accumulate, problem.a_scaling, problem.b_scaling, promotes(problem), single, vector,
@@ -234,7 +230,7 @@ class _Plan:
         arguments = _ARGUMENTS_AND_MORE if self._more else _ARGUMENTS
         values = dict.fromkeys(arguments, 0) | {
             "M": problem.M, "N": problem.N, "K": problem.K, "a_stride": strides[0], "b_stride": strides[1],
-            "out_stride": strides[2], "num_clusters": min(cluster_tiles(problem, config), clusters(config, num_sms)), "group": config.group,
+            "out_stride": strides[2], "num_clusters": num_clusters(problem, config, num_sms), "group": config.group,
         }  # fmt: skip
         first: tuple[str, ...] = _PER_CALL
         if self._more:
@@ -296,7 +292,7 @@ def warm_up(problem: GemmProblem, config: HopperConfig | None = None) -> None:
         problem = _in_float32(problem)
         chosen = chosen if why_unsupported(problem, chosen) is None else default_config(problem)[0]
     vector = not swapped or problem.N % 4 == 0
-    _executor(specialise(problem, chosen, _num_sms(torch.cuda.current_device()), vector))
+    _executor(specialise(problem, chosen, vector=vector))
 
 
 def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors) -> list[str]:
@@ -387,7 +383,7 @@ def _prepare(
     key = problem, config, device, strides, vector
     plan = plans.get(key)
     if plan is None:
-        executor = _executor(specialise(problem, chosen, _num_sms(device), vector))
+        executor = _executor(specialise(problem, chosen, vector=vector))
         if len(plans) >= MAX_PLANS:
             plans.clear()
         plan = plans[key] = _Plan(chosen, executor, problem, strides, _num_sms(device))
