@@ -233,7 +233,8 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
         call: Call = ctx.call
         plan = call.plan
-        m_sizes, *saved = ctx.saved_tensors
+        saved = list(ctx.saved_tensors)
+        m_sizes = saved.pop(0)
         x_meta, w_meta = ctx.metas
         x_col = None if x_meta is None else unpack(x_meta, saved)
         w_col = None if w_meta is None else unpack(w_meta, saved)

@@ -222,7 +222,8 @@ class _Activation(torch.autograd.Function):
     def forward(ctx: Any, z: Tensor, activation: str) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(z)
         ctx.activation = activation
-        return activate(z.float(), activation).to(z.dtype)
+        y = activate(z.float(), activation)
+        return y if y.dtype == z.dtype else y.to(z.dtype)  # as in norm.py
 
     @staticmethod
     @once_differentiable

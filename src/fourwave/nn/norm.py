@@ -55,7 +55,8 @@ class _Norm(torch.autograd.Function):
         ctx.centered, ctx.zero_centered = centered, zero_centered
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(x, weight, rstd, *([mean] if mean is not None else []))
-        return y.to(dtype)
+        # A conversion that does nothing loses its gradient in code that PyTorch 2.11 compiles.
+        return y if y.dtype == dtype else y.to(dtype)
 
     @staticmethod
     @once_differentiable
