@@ -565,6 +565,15 @@ def test_a_region_as_a_decorator() -> None:
         results.append(linear.state_dict())
         assert not decorated or call.__doc__ == "What it does."
     assert all(torch.equal(t, results[1][name]) for name, t in results[0].items())
+
+    async def coroutine() -> None: ...
+
+    def generator() -> Any:
+        yield
+
+    for later in (coroutine, generator):
+        with pytest.raises(ValueError, match="after the region has ended"):
+            fw.autocast()(later)
     assert fw.autocast(enabled=False)(lambda: fnn.context.quantizes())() is False
     assert fw.autocast()(lambda: fnn.context.quantizes())() is True and not fnn.context.quantizes()
 

@@ -147,7 +147,7 @@ CHANGES = [
     step_of(torch.optim.AdamW, foreach=True), step_of(torch.optim.Adam, fused=True), copy_data, set_data,
     set_data_twice_to_one_place, load, load_assigned, through_the_state_dict, another_parameter,
     another_at_the_same_address, in_place, foreach, without_version, set_storage, init, to_other_dtype_and_back,
-    fill_the_storage, copy_into_the_storage, swap, load_by_swapping,
+    fill_the_storage, copy_into_the_storage, swap, load_by_swapping, numpy_alias,
 ]  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
@@ -150,6 +151,13 @@ class autocast:  # a function to its callers, hence the name
         self._observe = plan if calibrating and not enabled else None
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction):
+            if kind(function):
+                raise ValueError(
+                    f"{function!r} is a generator or coroutine, whose body would run after the region has ended: write `with "
+                    "fw.autocast(...)` inside"
+                )
+
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             with autocast(self.enabled, self.recipe, self.group, self.calibrating):
