@@ -87,6 +87,11 @@ def operand(x: torch.Tensor, dtype: torch.dtype, transposed: bool, backend: str)
     return codes, scale
 
 
+def kinds_of(which: str) -> tuple[tuple[torch.dtype, bool], tuple[torch.dtype, bool]]:
+    """Of a and b: the codes, and whether the reduction runs along the columns as stored."""
+    return (E4M3 if which == "fprop" else E5M2, which == "wgrad"), (E4M3, which != "fprop")
+
+
 def ratios_of(timed: list[str]) -> dict[str, tuple[str, str]]:
     return {what: pair for what, pair in RATIOS.items() if set(pair) <= set(timed)}
 
@@ -123,14 +128,13 @@ def measure(
     """One row: its record, without times where a check failed, and what to print."""
     M, N, K = shape
     layout, fast = LAYOUTS[which], which == "fprop"
-    a_dtype = E4M3 if fast else E5M2
+    kinds = kinds_of(which)
+    a_dtype = kinds[0][0]
     problem = GemmProblem(
         M, N, K, "TN", a_dtype, E4M3, BF16, device_type="cuda", a_scaling="tensor", b_scaling="tensor", fast_accum=fast
     )
     num_sets = max(1, math.ceil(2 * l2_bytes / (M * K + N * K)))
     plain = [operands(M, N, K, layout, BF16) for _ in range(num_sets)]
-    turned = layout == "NT", layout != "TN"  # whether the reduction runs along the columns of a and b as stored
-    kinds = (a_dtype, turned[0]), (E4M3, turned[1])
     coded = [tuple(operand(x, *kind, "hopper") for x, kind in zip(pair, kinds, strict=True)) for pair in plain]
     out = torch.empty(M, N, device="cuda", dtype=BF16)
     backend = registry.get("hopper")
@@ -216,7 +220,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no row after this time")
     parser.add_argument("--every", type=int, default=1, help="only every n-th row of the suite")
     parser.add_argument(
-        "--warm", action="store_true", help="only compile PyTorch's quantization, into its cache on disk"
+        "--warm",
+        action="store_true",
+        help="only compile what --passes need of PyTorch's quantization, into its cache on disk",
     )
     parser.add_argument("--eager", action="store_true", help="PyTorch's quantization is not compiled")
     parser.add_argument("--commit", default="", help="commit of the measured tree, for the record")
@@ -228,17 +234,16 @@ def main() -> None:
     l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
     torch.manual_seed(0)
     compiled = torch_quantize if args.eager else compiled_quantize()
-    if args.warm:
-        for size in ((1024, 2048), (2048, 1024), (512, 512), (65536, 65536)):
-            x = torch.zeros(size, device="cuda", dtype=BF16)
-            for dtype in NAMES:
-                for transposed in (False, True):
-                    compiled(x, dtype, transposed)
-        return
-    preheat(args.preheat)
     passes, timed = args.passes.split(","), args.variants.split(",")
+    if args.warm:
+        for kind in dict.fromkeys(kind for which in passes for kind in kinds_of(which)):
+            for size in ((1024, 2048), (2048, 1024), (512, 512), (65536, 65536)):
+                compiled(torch.zeros(size, device="cuda", dtype=BF16), *kind)
+                print(*kind, size, f"{time.monotonic() - began:.1f} s", flush=True)
+        return
     if unknown := set(timed) - set(VARIANTS):
         parser.error(f"--variants: {', '.join(sorted(unknown))}; there are {', '.join(VARIANTS)}")
+    preheat(args.preheat)
     todo: list[tuple[dict[str, Any], Callable[[], Measured]]] = []
     # Pass by pass within a shape, so that a run that ends early has as many rows of each.
     for shape in llm81()[:: args.every]:
