@@ -19,7 +19,8 @@ the configuration only.
 
 Barriers
   full [warp, stage]   one arrival, of the warp that loads, with the bytes of the stage. There is no `empty`: who loads has read
-  ready, free, named barrier 1   as in sm90_swapped.py
+  of the cluster       where K is split: all threads, for each `tokens_at_once` when the parts are written and when they have been read
+  named barrier 1      the CTA's threads
 
 Overlap of grids as in sm90_swapped.py.
 
@@ -210,23 +211,18 @@ class StreamedGemm:
         @cute.struct
         class Storage:
             full: cute.struct.MemRange[Int64, self.slots]
-            ready: cute.struct.MemRange[Int64, 1]
-            free: cute.struct.MemRange[Int64, 1]
             a: cute.struct.Align[cute.struct.MemRange[BFloat16, loader_a.smem_elements], SMEM_ALIGN]
             b: cute.struct.Align[cute.struct.MemRange[Int32, loader_b.elements], 128]
             scales: cute.struct.Align[cute.struct.MemRange[Int32, loader_s.elements], 128]
             partial: cute.struct.Align[cute.struct.MemRange[Float32, self.more_elements], 16]
 
         storage = SmemAllocator().allocate(Storage)
-        full, ready, free = storage.full.data_ptr(), storage.ready.data_ptr(), storage.free.data_ptr()
+        full = storage.full.data_ptr()
         partial = storage.partial.data_ptr()
         if cutlass.const_expr(self.single):
             partial = cute.recast_ptr(storage.a.data_ptr(), dtype=Float32)
         if thread < self.slots:
             cute.arch.mbarrier_init(full + thread, 1)
-        if thread == 0:
-            cute.arch.mbarrier_init(ready, split)
-            cute.arch.mbarrier_init(free, split)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(split > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -296,7 +292,7 @@ class StreamedGemm:
             for first in cutlass.range_constexpr(0, self.tokens, self.tokens_at_once):
                 if cutlass.const_expr(split > 1):
                     if turn > 0:
-                        cute.arch.mbarrier_wait(free, (turn - 1) % 2)
+                        cute.arch.cluster_wait()
                 warp_mma.write_sums(
                     acc, first // warp_mma.TOKENS, self.tokens_at_once // warp_mma.TOKENS, partial + warp * self.partial_elements,
                     self.rows + reduction.PAD, lane,
@@ -304,17 +300,22 @@ class StreamedGemm:
                 if cutlass.const_expr(split > 1):
                     cute.arch.barrier(barrier_id=1, number_of_threads=self.threads)
                     self.add_warps(partial, M - first, thread)
-                reduction.arrive_cluster(ready, split, 1, 0, thread, self.threads, True)
                 if cutlass.const_expr(split > 1):
-                    reduction.wait_cluster(ready, turn % 2)
+                    cute.arch.cluster_arrive()
+                    cute.arch.cluster_wait()
+                else:
+                    cute.arch.barrier(barrier_id=1, number_of_threads=self.threads)
                 reduction.add_and_store(
                     partial, out, out_stride, bias, bias, bias, alpha, M, N, Int32(first), tile * self.rows, rank, thread, 1, 0,
                     self.rows, self.rows, self.tokens_at_once, split, self.threads, self.bias_dtype, False, False, self.activation,
                     self.accumulate, self.vector, self.warps if split == 1 else 1,
                 )  # fmt: skip
-                reduction.arrive_cluster(free, split, 1, 0, thread, self.threads, False)
+                if cutlass.const_expr(split > 1):
+                    cute.arch.cluster_arrive()
+                else:
+                    cute.arch.barrier(barrier_id=1, number_of_threads=self.threads)
                 turn += 1
             tile += clusters
         if cutlass.const_expr(split > 1):
             if turn > 0:
-                cute.arch.mbarrier_wait(free, (turn - 1) % 2)
+                cute.arch.cluster_wait()

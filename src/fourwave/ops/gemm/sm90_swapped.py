@@ -29,6 +29,7 @@ are clusters. wgmma reads 64 rows per consumer warpgroup all the same; what it m
 
 Barriers
   full, empty [stage]   as in sm90.py; empty counts the consumer warps of the CTAs that share a
+  of the cluster   where no cluster has more than one tile and split > 1: all threads, twice, in place of `ready` and `free`
   ready   `split` arrivals, of the CTAs that have parts of one tile: its partial is written. The consumers wait, then read.
   free    `split` arrivals, of the same: it has read. The consumers wait before they write the next partial, and before
           they end, since another CTA may still be reading theirs.
@@ -90,6 +91,12 @@ class SwappedGemm:
     packed: bool = False
     wide_codes: bool = False
     shuffled: bool = False
+
+    @property
+    def together(self) -> bool:
+        """Whether all threads of the cluster meet when partials are written, and when they are read: the producer, too, which has
+        nothing more to load."""
+        return self.single and self.split > 1
 
     @property
     def consumers(self) -> int:
@@ -382,6 +389,9 @@ class SwappedGemm:
                     )  # fmt: skip
                     write.advance()
                 tile += num_clusters
+            for _ in cutlass.range_constexpr(2 if self.together else 0):
+                cute.arch.cluster_arrive()
+                cute.arch.cluster_wait()
         else:
             # Consumers.
             consumer = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -501,18 +511,27 @@ class SwappedGemm:
                     # Every warpgroup must have read its stages.
                     cute.arch.barrier(barrier_id=1, number_of_threads=self.consumer_threads)
                 reduction.write_partial(total, partial, ROWS * self.consumers, consumer * ROWS, thread % WARPGROUP)
-                reduction.arrive_cluster(ready, split, share, column, thread, self.consumer_threads, True)
-                if cutlass.const_expr(split > 1):
-                    reduction.wait_cluster(ready, turn % 2)
+                if cutlass.const_expr(self.together):
+                    cute.arch.cluster_arrive()
+                    cute.arch.cluster_wait()
+                else:
+                    reduction.arrive_cluster(ready, split, share, column, thread, self.consumer_threads, True)
+                    if cutlass.const_expr(split > 1):
+                        reduction.wait_cluster(ready, turn % 2)
                 reduction.add_and_store(
                     partial, out, out_stride, bias, scale_a, scale_b, alpha, M, N, m_tile * self.tokens,
                     n_tile * self.rows, part, thread, share, column, self.rows, ROWS * self.consumers, self.tokens, split, self.consumer_threads, self.bias_dtype,
                     self.a_scaling == "row", self.b_scaling == "row", self.activation, self.accumulate, self.vector,
                 )  # fmt: skip
-                reduction.arrive_cluster(free, split, share, column, thread, self.consumer_threads, False)
+                if cutlass.const_expr(self.together):
+                    cute.arch.cluster_arrive()
+                else:
+                    reduction.arrive_cluster(free, split, share, column, thread, self.consumer_threads, False)
                 turn += 1
                 tile += num_clusters
-            if cutlass.const_expr(split > 1):
+            if cutlass.const_expr(self.together):
+                cute.arch.cluster_wait()
+            elif cutlass.const_expr(split > 1):
                 if turn > 0:
                     cute.arch.mbarrier_wait(free, (turn - 1) % 2)
         if cutlass.const_expr(share > 1):
