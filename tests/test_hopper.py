@@ -230,9 +230,12 @@ def test_automatic_choice_takes_what_was_measured(monkeypatch: pytest.MonkeyPatc
         rows = replace(e4m3, a_scaling="row", b_scaling="row")
         tensors = replace(e4m3, a_scaling="tensor", b_scaling="tensor", fast_accum=True)
         blocks = replace(e4m3, a_scaling="1x128", b_scaling="128x128")
+        weights = replace(large, b_dtype=torch.uint8, b_scaling="1x32")
         taken = [
             large, replace(large, layout="NN"), replace(large, layout="NT"), replace(large, M=1), replace(large, M=64),
             rows, tensors, replace(tensors, M=16), blocks, replace(blocks, fast_accum=True),
+            replace(tensors, a_dtype=FP8[1], fast_accum=False), replace(weights, M=16), replace(weights, M=200),
+            replace(weights, M=16, b_preshuffled=True),
         ]  # fmt: skip
         for p in taken:
             assert select.select("auto", p, None).backend is backend, p
@@ -243,6 +246,8 @@ def test_automatic_choice_takes_what_was_measured(monkeypatch: pytest.MonkeyPatc
             replace(rows, fast_accum=True), replace(tensors, fast_accum=False), replace(blocks, M=64),
             replace(blocks, b_dtype=FP8[1]), replace(large, activation="swiglu"), replace(large, preactivation_dtype=BF16),
             replace(large, layout="NT", bias_grad_dtype=FP32), replace(large, out_dtype=FP8[0], out_scaling="tensor"),
+            replace(tensors, a_dtype=FP8[1]), replace(tensors, a_dtype=FP8[1], fast_accum=False, M=64),
+            replace(weights, M=16, N=3000), replace(weights, M=16, bias_dtype=BF16), replace(weights, M=16, b_dtype=FP8[0]),
         ]  # fmt: skip
         for p in left:
             assert why_unsupported(p, None) is None, p

@@ -236,11 +236,19 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
     return _why_config_unsupported(problem, config)
 
 
+_MEASURED_MX = (
+    (torch.float8_e4m3fn, "1x32", "1x32", torch.float8_e4m3fn), (PACKED_E2M1, "1x32", "1x32", PACKED_E2M1),
+    (torch.bfloat16, None, "1x32", PACKED_E2M1),
+)  # fmt: skip
+_MEASURED_GRADIENT = torch.float8_e5m2, "tensor", "tensor", torch.float8_e4m3fn
+
+
 def why_not_automatic(problem: GemmProblem) -> str | None:
     """Why automatic choice leaves a problem that this kernel can do to PyTorch, or None.
 
     It takes classes of which at least five shapes were timed beside cuBLAS on an H200, and whose records (docs/hopper.md) have no
-    more than one shape in eighty below 0.96 of it: no epilogue, bfloat16 out.
+    more than one shape in eighty below 0.96 of it (of MX: of what PyTorch takes to dequantize and multiply): no epilogue, bfloat16
+    out.
     """
     least = MEASURED_EXTENT
     large = min(problem.M, problem.N, problem.K) >= least
@@ -248,6 +256,10 @@ def why_not_automatic(problem: GemmProblem) -> str | None:
     scalings = problem.a_scaling, problem.b_scaling
     if problem.a_dtype == problem.b_dtype == torch.bfloat16:
         measured = large or few
+    elif (problem.a_dtype, *scalings, problem.b_dtype) in _MEASURED_MX:
+        measured = problem.layout == "TN" and min(problem.N, problem.K) >= least
+    elif (problem.a_dtype, *scalings, problem.b_dtype) == _MEASURED_GRADIENT:
+        measured = large and not problem.fast_accum
     elif problem.a_dtype == problem.b_dtype == torch.float8_e4m3fn:
         fast = problem.fast_accum and scalings == ("tensor", "tensor") and (large or few)
         measured = fast or (large and (not problem.fast_accum, *scalings) == (True, "row", "row"))
