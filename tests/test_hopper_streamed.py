@@ -123,6 +123,17 @@ def test_products_are_those_of_plain_weights() -> None:
     assert torch.equal(loaded.packed_scale.view(torch.uint8), prepared.packed_scale.view(torch.uint8))
 
 
+@pytest.mark.parametrize(("N", "K"), [(0, 128), (16, 0), (0, 0)])
+def test_nothing_can_be_reordered(N: int, K: int) -> None:
+    weights = fw.quantize(torch.zeros(N, K), "mxfp4")
+    prepared = fw.preshuffle(weights)
+    assert weights.data is not None and prepared.data.shape == weights.data.shape
+    back = prepared.unshuffle()
+    assert torch.equal(back.dequantize(), weights.dequantize())
+    y = fw.gemm(torch.ones(3, K, dtype=BF16), prepared)
+    assert y.shape == (3, N) and not y.any()
+
+
 def test_what_cannot_be_reordered_is_refused() -> None:
     for rows, k in ((24, 128), (64, 96)):
         with pytest.raises(ValueError, match="N a multiple of 16 and K of 64"):

@@ -38,6 +38,8 @@ def check_codes(t: torch.Tensor) -> tuple[int, int]:
 def shuffle_codes(t: torch.Tensor) -> torch.Tensor:
     """Codes t [N, K / 2], reordered: a new tensor of the same shape."""
     n, k = check_codes(t)
+    if t.numel() == 0:
+        return t.new_empty(t.shape)
     # [n block, g + 8, g, k block, j, k + 8, c]: bytes of two codes
     pairs = t.reshape(n // 16, 2, 8, k // 64, 4, 2, 4).to(torch.int32)
     word = torch.zeros((n // 16, 8, k // 64, 4, 4), dtype=torch.int32, device=t.device)
@@ -50,6 +52,8 @@ def shuffle_codes(t: torch.Tensor) -> torch.Tensor:
 def unshuffle_codes(t: torch.Tensor) -> torch.Tensor:
     """Inverse of shuffle_codes."""
     n, k = check_codes(t)
+    if t.numel() == 0:
+        return t.new_empty(t.shape)
     words = t.contiguous().view(torch.int32).reshape(n // 16, k // 64, 8, 4, 4).permute(0, 2, 1, 4, 3)
     pairs = torch.empty((n // 16, 2, 8, k // 64, 4, 2, 4), dtype=torch.uint8, device=t.device)
     for p in range(4):
@@ -88,6 +92,8 @@ def shuffle_scale(scale: torch.Tensor) -> torch.Tensor:
     """Scales [N, K / 32], reordered: a new tensor of packed_scale_shape and scale's dtype."""
     rows, blocks = scale.shape
     padded = torch.zeros((rows, -(-blocks // 16) * 16), dtype=torch.uint8, device=scale.device)
+    if padded.numel() == 0:
+        return padded.view(scale.dtype)
     padded[:, :blocks] = scale.view(torch.uint8)
     # [n block, g + 8, g, k block, half] -> [n block, k block, g, half, g + 8]
     order = padded.reshape(rows // 16, 2, 8, -1, 2).permute(0, 3, 2, 4, 1)
@@ -96,6 +102,8 @@ def shuffle_scale(scale: torch.Tensor) -> torch.Tensor:
 
 def unshuffle_scale(packed: torch.Tensor) -> torch.Tensor:
     """Inverse of shuffle_scale, with the padding: [N, K / 32 rounded up to a multiple of 16]."""
+    if packed.numel() == 0:
+        return packed.new_empty(packed.shape)
     rows = packed.shape[0]
     order = packed.view(torch.uint8).reshape(rows // 16, -1, 8, 2, 2).permute(0, 4, 2, 1, 3)
     return order.reshape(packed.shape).contiguous().view(packed.dtype)
