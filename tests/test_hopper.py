@@ -234,8 +234,7 @@ def test_automatic_choice_takes_what_was_measured(monkeypatch: pytest.MonkeyPatc
         taken = [
             large, replace(large, layout="NN"), replace(large, layout="NT"), replace(large, M=1), replace(large, M=64),
             rows, tensors, replace(tensors, M=16), blocks, replace(blocks, fast_accum=True),
-            replace(tensors, a_dtype=FP8[1], fast_accum=False), replace(weights, M=16), replace(weights, M=200),
-            replace(weights, M=16, b_preshuffled=True),
+            replace(tensors, a_dtype=FP8[1], fast_accum=False), replace(weights, M=16, b_preshuffled=True),
         ]  # fmt: skip
         for p in taken:
             assert select.select("auto", p, None).backend is backend, p
@@ -247,7 +246,8 @@ def test_automatic_choice_takes_what_was_measured(monkeypatch: pytest.MonkeyPatc
             replace(blocks, b_dtype=FP8[1]), replace(large, activation="swiglu"), replace(large, preactivation_dtype=BF16),
             replace(large, layout="NT", bias_grad_dtype=FP32), replace(large, out_dtype=FP8[0], out_scaling="tensor"),
             replace(tensors, a_dtype=FP8[1]), replace(tensors, a_dtype=FP8[1], fast_accum=False, M=64),
-            replace(weights, M=16, N=3000), replace(weights, M=16, bias_dtype=BF16), replace(weights, M=16, b_dtype=FP8[0]),
+            replace(weights, M=16), replace(weights, M=16, b_preshuffled=True, N=3008),
+            replace(weights, M=16, b_preshuffled=True, bias_dtype=BF16), replace(weights, M=200, b_dtype=FP8[0]),
         ]  # fmt: skip
         for p in left:
             assert why_unsupported(p, None) is None, p

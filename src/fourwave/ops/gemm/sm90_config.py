@@ -257,7 +257,9 @@ def why_not_automatic(problem: GemmProblem) -> str | None:
     if problem.a_dtype == problem.b_dtype == torch.bfloat16:
         measured = large or few
     elif (problem.a_dtype, *scalings, problem.b_dtype) in _MEASURED_MX:
+        # Weights that few rows convert in registers leave bfloat16's range at scales past 2^25 or 2^31: only when asked for.
         measured = problem.layout == "TN" and min(problem.N, problem.K) >= least
+        measured = measured and (problem.M > PACKED_ROWS or problem.b_preshuffled)
     elif (problem.a_dtype, *scalings, problem.b_dtype) == _MEASURED_GRADIENT:
         measured = large and not problem.fast_accum
     elif problem.a_dtype == problem.b_dtype == torch.float8_e4m3fn:

@@ -77,17 +77,18 @@ def copies(problem: GemmProblem, config: HopperGroupedConfig | None, tensors: Ge
     return sm90_launch.copies(grouped, config, GroupedTensors(tensors.a, tensors.b, sizes, out))
 
 
-# Kept for good: a graph may have an address.
-_known: dict[tuple[int, torch.device], torch.Tensor] = {}
+# By stream, whose order they are filled in. Kept for good: a graph may have an address.
+_known: dict[tuple[int, torch.device, int], torch.Tensor] = {}
 
 
 def _sizes(K: int, device: torch.device) -> torch.Tensor:
     """m_sizes of one group of K rows."""
-    sizes = _known.get((K, device))
+    on_gpu = device.type == "cuda"
+    key = K, device, torch._C._cuda_getCurrentRawStream(device.index) if on_gpu else 0
+    sizes = _known.get(key)
     if sizes is None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            # Filled whenever the graph runs, in the graph's own memory.
-            return torch.full((1,), K, dtype=torch.int64, device=device)
-        # A copy from the host is there when it returns: other streams read it, too.
-        sizes = _known[K, device] = torch.tensor([K], dtype=torch.int64).to(device)
+        sizes = torch.full((1,), K, dtype=torch.int64, device=device)
+        # What is made while a graph is captured is filled whenever it runs, in the graph's own memory.
+        if not on_gpu or not torch.cuda.is_current_stream_capturing():
+            _known[key] = sizes
     return sizes
