@@ -610,7 +610,8 @@ _SM_BYTES_PER_SECOND = 33e9
 _L2_BYTES_PER_SECOND = 39e12
 _SPLIT_SECONDS, _TURN_SECONDS, _SHARE_SECONDS = 0.58e-6, 0.024e-6, 0.15e-6
 _L2_READ_BYTES_PER_SECOND = 6.8e12  # of streamed tiles together, weights included
-_LATENCY_SECONDS = 2.8e-6  # of a streamed tile's loads, all SMs reading
+_STREAMED_BYTES_PER_SECOND = 50e9  # of an SM's streamed tile, if every stage brought _STAGE_BYTES more
+_STAGE_BYTES = 1200
 _CONVERT_SECONDS = {64: 0.27e-6, 128: 0.44e-6}  # of a stage of MXFP4, by rows, with 8 tokens; taken for MXFP8, too
 _STORE_SECONDS = 0.8e-6  # of a 256x128 tile, where nothing else runs meanwhile
 _RATES = {
@@ -728,12 +729,11 @@ def _streamed_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float
     rows_of_a = tiles * problem.M * problem.K * 2
     everyone = max(weights / _BYTES_PER_SECOND, (weights + rows_of_a) / _L2_READ_BYTES_PER_SECOND)
     stages = turns * -(-problem.K // STREAMED_STEP) / config.split
-    share = stages * config.tile_n * STREAMED_STEP * 17 / 32
-    share /= min(_SM_BYTES_PER_SECOND, _in_flight(config) / _LATENCY_SECONDS)
-    overhead = 0.3e-6 * (turns - 1)
+    share = stages * (config.tile_n * STREAMED_STEP * 17 / 32 + _STAGE_BYTES) / _STREAMED_BYTES_PER_SECOND
+    seconds = max(everyone, share) + 0.3e-6 * (turns - 1)
     if config.split > 1:
-        overhead += turns * (1e-6 + 0.25e-6 * config.split)
-    return max(everyone, share) + overhead, turns
+        seconds += 0.03 * seconds + turns * (config.split - 0.5) * 1e-6
+    return seconds, turns
 
 
 def _seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
