@@ -5,7 +5,7 @@
     python examples/pretrain.py --moe --recipes bf16,mxfp8             # 4 experts of which 2 see each token
 
 Every recipe starts from the same weights and sees the same data. Recipes: bf16 (unquantized), fp8 (delayed scaling, e4m3 forward
-and e5m2 gradients), current, block, mxfp8, mxfp4 (backward pass in mxfp8), mxfp4all; fp32 (all in float32) tells how far two runs
+and e5m2 gradients), fp8long (a longer history), fp8e4m3 (e4m3 gradients), current, block, mxfp8, mxfp4 (backward pass in mxfp8), mxfp4all; fp32 (all in float32) tells how far two runs
 without quantization are apart. Embedding, attention, router and the last layer stay in bfloat16. The learning rate falls to zero, and
 what is compared is the loss of the trained model, under its recipe, on files that it has not seen. On a GPU a step is captured in a
 CUDA graph. --plot needs matplotlib.
@@ -35,6 +35,8 @@ RECIPES = {
     "fp32": fw.recipes.Unquantized(),
     "bf16": fw.recipes.Unquantized(),
     "fp8": fw.recipes.DelayedScaling(amax_history_len=16),
+    "fp8long": fw.recipes.DelayedScaling(amax_history_len=1024),
+    "fp8e4m3": fw.recipes.DelayedScaling("e4m3", amax_history_len=16),
     "current": fw.recipes.CurrentScaling(),
     "block": fw.recipes.BlockScaling(),
     "mxfp8": fw.recipes.MXFP8(),
