@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from fourwave.backends import registry
 from fourwave.formats import decode
 from fourwave.formats.scaling import expand_scale
 from fourwave.ops.moe.combine import MAX_CHOICES
-from fourwave.quantize import FORMATS
+from fourwave.quantize import FORMATS, gather
 from fourwave.quantize.reference import encode
 from fourwave.quantize.tensor import decode_codes
 
@@ -70,6 +72,16 @@ def test_what_is_refused() -> None:
         fw.moe.combine(x, one.view(1, 1), torch.ones(2, 1))
     with pytest.raises(ValueError, match="int64 and floating point"):
         fw.moe.combine(x, one.view(1, 1), one.view(1, 1))
+    three = (x, one.view(1, 1), torch.ones(1, 1))
+    for backend, error, said in (
+        ("nonsense", ValueError, "the backends are"), (3, ValueError, "must be a string"), ("", ValueError, "must be a string"),
+        ("flydsl", NotImplementedError, "has no combine"), ("sim:gfx950", NotImplementedError, "has no combine"),
+        ("hopper", (fw.BackendUnavailable, NotImplementedError), "was asked for and cannot"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=said):  # type: ignore[arg-type]
+            fw.moe.combine(*three, backend=backend)  # type: ignore[arg-type]
+    for runs in (None, "auto", "native"):
+        assert torch.equal(fw.moe.combine(*three, backend=runs), x[:1])
     grad = torch.ones(2, 128, requires_grad=True)
     for call in (
         lambda: fw.moe.gather_quantize(grad, one, "fp8_1x128"), lambda: fw.moe.silu_mul_quantize(grad, "mxfp4"),
@@ -78,6 +90,26 @@ def test_what_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match="requires grad"):
             call()
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "options", "said"),
+    [
+        ("fp8_1x128", 128, {"scale_rule": "ceil"}, "scale_rule 'ceil'"),
+        ("mxfp8_e4m3", 128, {"scale_rule": "pow2"}, "scale_rule 'pow2'"),
+        ("mxfp4", 129, {}, "must be even"),
+        ("mxfp8_e4m3", 128, {"fnuz": True}, "OCP codes only"),
+        ("fp8_1x128", 128, {"backend": ""}, "must be a string"),
+    ],
+)
+def test_what_quantize_refuses_is_refused_before_a_kernel_is_chosen(
+    name: str, columns: int, options: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "_on_hopper", lambda *_, **__: pytest.fail("a kernel was chosen"))
+    with pytest.raises(ValueError, match=said):
+        fw.moe.gather_quantize(torch.ones(2, columns), torch.tensor([0]), name, **options)
+    with pytest.raises(ValueError, match=said):
+        fw.moe.silu_mul_quantize(torch.ones(2, 2 * columns), name, **options)
 
 
 @every_device

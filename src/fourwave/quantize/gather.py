@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from fourwave.backends import select
 from fourwave.formats.scale_rules import BLOCK_RULES, MX_RULES
-from fourwave.quantize.api import _needs_operator, choose, quantize, reads_fnuz
+from fourwave.quantize.api import _check, _needs_operator, choose, quantize, reads_fnuz
 from fourwave.quantize.problem import QuantizeProblem
 from fourwave.quantize.tensor import FORMATS, QuantizedTensor
 
@@ -30,6 +30,7 @@ def quantize_gathered(x: Tensor, rows: Tensor, format: str, **options: Any) -> Q
         raise ValueError(
             f"{format} has scales {fmt.scaling}, which rows share: they depend on the rows that are gathered"
         )
+    _checked(x, format, **options)
     if (problem := _on_hopper((len(rows), x.shape[1]), x, format, **options)) is not None:
         return _run("rows", problem, x, rows)
     if len(rows) < len(x):
@@ -46,6 +47,7 @@ def quantize_swiglu(z: Tensor, format: str, **options: Any) -> QuantizedTensor:
     """
     if z.dim() != 2 or z.shape[1] % 2:
         raise ValueError(f"z is {tuple(z.shape)}; it must be [M, 2 C], gate and up side by side")
+    _checked(z[:, : z.shape[1] // 2], format, **options)
     problem = None
     if FORMATS[format].scaling in BLOCKS:
         problem = _on_hopper((len(z), z.shape[1] // 2), z, format, **options)
@@ -53,6 +55,13 @@ def quantize_swiglu(z: Tensor, format: str, **options: Any) -> QuantizedTensor:
         return _run("swiglu", problem, z, None)
     gate, up = z.float().chunk(2, dim=-1)
     return quantize((F.silu(gate) * up).to(z.dtype), format, "rowwise", **options)
+
+
+def _checked(
+    x: Tensor, format: str, scale_rule: str | None = None, fnuz: bool | None = None, backend: str | None = None
+) -> None:
+    """Raises what `quantize` would for a matrix like x."""
+    _check(x, format, "rowwise", None, scale_rule, fnuz, False, backend)
 
 
 def _on_hopper(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fourwave.backends import registry, select
+from fourwave.errors import BackendUnavailable
 from fourwave.ops.gemm.problem import PRECISIONS
 from fourwave.transforms import PLAIN, is_special
 
@@ -17,25 +18,41 @@ def combine(rows: Tensor, places: Tensor, weights: Tensor, backend: str | None =
 
     rows [M, C], places [T, top_k] int64 in [0, M), weights [T, top_k]. The order of summation depends on shapes only: no atomics.
     On Hopper one kernel adds in the order of j.
+    backend  "hopper" or "native", PyTorch's operations, which runs or raises; None, "auto": the kernel where it can and no other
+             backend is in force
     """
-    if _on_hopper(rows, places, backend):
+    if backend is not None and (not isinstance(backend, str) or not backend):
+        raise ValueError(f"backend is {backend!r}; it must be a string, one of {', '.join(registry.known())}, or None")
+    asked, why = select.AUTO, _why_not_on_hopper(rows, places)
+    if backend is not None or why is None:
+        asked = select.parse(select.requested(backend)[0])[PRECISIONS[rows.dtype]]
+    if backend is not None and asked not in (select.AUTO, "hopper", "native"):
+        raise NotImplementedError(f"backend {asked!r} was asked for and has no combine: hopper and native have")
+    if why is None and asked in (select.AUTO, "hopper"):
         from fourwave.ops.moe import sm90_launch
 
         with torch.cuda.device(rows.device):
             return sm90_launch.run(rows.detach(), places.detach(), weights.detach())
+    if backend is not None and asked == "hopper" and rows.numel() and places.numel():
+        if missing := registry.get("hopper").unavailable():
+            raise BackendUnavailable(f"backend 'hopper' was asked for and cannot run here: {missing}")
+        raise NotImplementedError(f"backend 'hopper' was asked for and cannot combine: {why}")
     gathered = rows.index_select(0, places.reshape(-1)).view(*places.shape, rows.shape[1])
     return (gathered * weights.float().unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
-def _on_hopper(rows: Tensor, places: Tensor, backend: str | None) -> bool:
-    if rows.device.type != "cuda" or is_special() or not 1 <= places.shape[1] <= MAX_CHOICES or not places.shape[0]:
-        return False
-    if rows.dtype not in PRECISIONS or any(type(t) not in PLAIN for t in (rows, places)) or not rows.numel():
-        return False
-    asked = select.parse(select.requested(backend)[0])[PRECISIONS[rows.dtype]]
-    if asked not in (select.AUTO, "hopper"):
-        return False
+def _why_not_on_hopper(rows: Tensor, places: Tensor) -> str | None:
+    if rows.device.type != "cuda":
+        return f"rows are on {rows.device}"
+    if is_special() or any(type(t) not in PLAIN for t in (rows, places)):
+        return "the call is traced or transformed"
+    if places.shape[1] > MAX_CHOICES:
+        return f"top_k is {places.shape[1]}: at most {MAX_CHOICES}"
+    if not rows.numel() or not places.numel():
+        return "there is nothing to add"
     from fourwave.backends import hopper
 
     index = torch.cuda.current_device() if rows.device.index is None else rows.device.index
-    return registry.get("hopper").unavailable() is None and hopper._is_hopper(index)
+    if why := registry.get("hopper").unavailable():
+        return why
+    return None if hopper._is_hopper(index) else f"device {index} is no Hopper GPU"
