@@ -45,12 +45,14 @@ def problem(G: int = 8, M: int = 1024, N: int = 2048, K: int = 7168) -> GroupedP
     ("change", "said"),
     [
         ({"tile_m": 64}, "128 or 256"),
-        ({"tile_n": 96}, "multiples of 64"),
+        ({"tile_n": 72}, "multiples of 16"),
         ({"tile_k": 64}, "128 bytes"),
         ({"tile_m": 256, "tile_n": 256}, "accumulators"),
         ({"num_stages": 1}, "at least 2"),
         ({"num_stages": 8}, "bytes of shared memory"),
         ({"cluster_n": 4}, "1 or 2 CTAs"),
+        ({"cluster_n": 2, "cluster_m": 2}, "1 or 2 CTAs"),
+        ({"tile_m": 256, "cluster_m": 2, "num_stages": 4}, "of 128 only"),
         ({"split": 2}, "only a swapped tile"),
         ({"schedule": "pingpong"}, "rows and swapped"),
         ({"schedule": "swapped", "tile_m": 136}, "up to 128"),
@@ -113,7 +115,7 @@ def test_few_rows_take_swapped_tiles_and_many_do_not() -> None:
 @pytest.mark.skipif(cutedsl_missing() is not None, reason=str(cutedsl_missing()))
 def test_kernels_compile_without_a_gpu() -> None:
     p = problem()
-    for config in (swapped(p, 16, 80), rows_tile(p, 256, 128, 2)):
+    for config in (swapped(p, 16, 80), rows_tile(p, 256, 128, 2), rows_tile(p, 128, 112, 1, 2)):
         assert sm90_launch.compile_kernel(sm90_launch.specialise(p, config)) is not None
     wgrad = GroupedProblem(8, 512, 1024, 4096, "reduction", "NT", BF16, BF16, FP32, None, True, device_type="cuda")
     assert sm90_launch.compile_kernel(sm90_launch.specialise(wgrad, default_config(wgrad)[0])) is not None
@@ -147,20 +149,22 @@ BLOCKS = Kept("forward", (), 264, 400, scaling="blocks", extra=3)
 SHAPES = (
     ("swapped", 8, 128, 1), ("swapped", 8, 40, 2), ("swapped", 16, 80, 1), ("swapped", 32, 72, 4), ("swapped", 64, 64, 1),
     ("swapped", 64, 96, 2), ("swapped", 128, 128, 1), ("swapped", 24, 112, 1), ("rows", 128, 128, 1), ("rows", 128, 128, 2),
-    ("rows", 128, 192, 1), ("rows", 256, 128, 1), ("rows", 256, 128, 2), ("rows", 128, 64, 1),
+    ("rows", 128, 192, 1), ("rows", 256, 128, 1), ("rows", 256, 128, 2), ("rows", 128, 64, 1), ("rows", 128, 192, 1, 2),
+    ("rows", 128, 80, 1), ("rows", 128, 112, 2), ("rows", 128, 144, 1, 2), ("rows", 128, 160, 2),
 )  # fmt: skip
+WIDE = (("rows", 128, 256, 1), ("rows", 128, 256, 2), ("rows", 128, 256, 1, 2))  # for products without promotion
 
 
-def config_of(p: GroupedProblem, shape: tuple[str, int, int, int]) -> HopperGroupedConfig:
-    schedule, m, n, third = shape
-    return swapped(p, m, n, third) if schedule == "swapped" else rows_tile(p, m, n, third)
+def config_of(p: GroupedProblem, shape: tuple[Any, ...]) -> HopperGroupedConfig:
+    """shape: schedule, tile_m, tile_n, then split, or cluster_n and cluster_m."""
+    return swapped(p, *shape[1:]) if shape[0] == "swapped" else rows_tile(p, *shape[1:])
 
 
 @on_gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("layout", ["rows", "groups"])
 @pytest.mark.parametrize("sizes", ["odd", "last", "decode", "64 random", "257 of 1"])
-def test_tiles(sizes: str, layout: str, shape: tuple[str, int, int, int]) -> None:
+def test_tiles(sizes: str, layout: str, shape: tuple[Any, ...]) -> None:
     case = replace(
         BLOCKS, sizes=SIZES[sizes], scale_layout=layout, sizes_dtype=torch.int32 if layout == "rows" else torch.int64
     )
@@ -168,9 +172,9 @@ def test_tiles(sizes: str, layout: str, shape: tuple[str, int, int, int]) -> Non
 
 
 @on_gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + WIDE, ids=str)
 @pytest.mark.parametrize(("kind", "dtype"), [("forward", FP16), ("dgrad", BF16)])
-def test_sixteen_bit(kind: str, dtype: torch.dtype, shape: tuple[str, int, int, int]) -> None:
+def test_sixteen_bit(kind: str, dtype: torch.dtype, shape: tuple[Any, ...]) -> None:
     case = GroupedCase(kind, (5, 130, 0, 1, 300), 264, 200, dtype=dtype, extra=2)
     p = case.problem("cuda")
     config = config_of(p, shape)
@@ -221,7 +225,7 @@ def test_scales_of_rows_and_tensors(rows: int, fast: bool) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_many_tiles_for_each_cta(shape: tuple[str, int, int, int]) -> None:
+def test_many_tiles_for_each_cta(shape: tuple[Any, ...]) -> None:
     """More tiles than CTAs, stages that wrap, groups that begin anywhere."""
     case = GroupedCase(
         "forward", (70, 1, 0, 333, 129, 500), 2000, 520, scaling="blocks", extra=70, scale_layout="groups"
@@ -231,13 +235,25 @@ def test_many_tiles_for_each_cta(shape: tuple[str, int, int, int]) -> None:
 
 @on_gpu
 @pytest.mark.parametrize("layout", ["rows", "groups"])
-@pytest.mark.parametrize("config", [{"lag": 0}, {"lag": 1}, {"lag": 2}, {"last_halves": False}], ids=str)
+@pytest.mark.parametrize("tile", [(256, 128), (128, 192, 1, 2)], ids=str)
+@pytest.mark.parametrize("K", [400, 1100])
 @pytest.mark.parametrize("sizes", ["many", "odd", "257 of 1"])
-def test_orders_of_tiles_and_consumers(sizes: str, config: dict[str, Any], layout: str) -> None:
-    """Tiles of 256 rows: those with few rows come last, consumer 1 starts late; groups with and without such tiles."""
+def test_orders_of_tiles_and_consumers(sizes: str, K: int, tile: tuple[int, ...], layout: str) -> None:
+    """256 rows of a cluster: those with few come last, consumer 1 starts late; groups with and without such tiles."""
     many = (70, 1, 0, 333, 129, 500, 128, 256, 257, 384, 385, 1)
-    case = replace(BLOCKS, sizes=many if sizes == "many" else SIZES[sizes], K=1100, scale_layout=layout)
-    run_case(case, replace(rows_tile(case.problem("cuda"), 256, 128), **config))
+    case = replace(BLOCKS, sizes=many if sizes == "many" else SIZES[sizes], K=K, scale_layout=layout)
+    run_case(case, rows_tile(case.problem("cuda"), *tile))
+
+
+@on_gpu
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize(
+    "shape", [("swapped", 8, 40, 1), ("swapped", 64, 40, 2), ("rows", 256, 128), ("rows", 128, 80)], ids=str
+)
+def test_few_stages(shape: tuple[Any, ...], num_stages: int) -> None:
+    """Steps whose products are under way together are no more than there are stages."""
+    case = replace(BLOCKS, sizes=(70, 1, 0, 333), K=1100, scale_layout="groups")
+    run_case(case, replace(config_of(case.problem("cuda"), shape), num_stages=num_stages))
 
 
 def quantized(sizes: list[int], N: int, K: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -380,12 +396,13 @@ def repeated(what: str) -> tuple[GroupedProblem, HopperGroupedConfig | None, Gro
     )  # fmt: skip
     config = None
     if not wgrad:
-        shapes = {
+        shapes: dict[str, tuple[Any, ...]] = {
             "swapped": ("swapped", 16, 80, 1),
             "swapped split": ("swapped", 16, 64, 4),
             "rows": ("rows", 256, 128, 1),
         }
         shapes |= {"rows 128": ("rows", 128, 128, 1), "rows pairs": ("rows", 256, 128, 2)}
+        shapes |= {"rows wide": ("rows", 128, 192, 1, 2), "rows widest": ("rows", 128, 256, 1, 2)}
         config = config_of(p, shapes[what.removesuffix(" bf16").removesuffix(" dgrad")])
     return p, config, tensors
 
@@ -399,6 +416,9 @@ def repeated(what: str) -> tuple[GroupedProblem, HopperGroupedConfig | None, Gro
         "rows",
         "rows 128",
         "rows pairs",
+        "rows wide",
+        "rows widest bf16",
+        "rows widest dgrad bf16",
         "rows 128 bf16",
         "rows 128 dgrad bf16",
         "wgrad bf16",
@@ -474,7 +494,7 @@ def test_explain_names_kernel_and_config() -> None:
 
 @on_gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize("tile_n", [64, 128, 256])
+@pytest.mark.parametrize("tile_n", [64, 128, 192, 256])
 @pytest.mark.parametrize("sizes", ["odd", "last", "three", "64 random"])
 def test_wgrad_sixteen_bit(sizes: str, tile_n: int, dtype: torch.dtype) -> None:
     case = GroupedCase("wgrad", SIZES[sizes], 200, 328, dtype=dtype, extra=3)
@@ -492,7 +512,7 @@ def test_wgrad_outputs(K: int, accumulate: bool, out_dtype: torch.dtype) -> None
 @on_gpu
 @pytest.mark.parametrize("scaling", [None, "tensor", "row", "1x128"])
 @pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("tile_n", [64, 128])
+@pytest.mark.parametrize("tile_n", [64, 128, 192])
 def test_wgrad_fp8(tile_n: int, fast: bool, scaling: str | None) -> None:
     """Codes stored transposed; groups that begin inside a block of scales and inside 16 bytes; NaN in the rows past the last."""
     sizes, M, N = [5, 130, 0, 1, 300, 128, 77], 200, 328

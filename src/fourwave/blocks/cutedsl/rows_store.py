@@ -1,49 +1,66 @@
 """The way out of a tile whose last rows may belong to another group: from registers, each row only if it is the group's own.
 
-Four neighbouring lanes hold the same rows, of each 8 columns two apiece. Of a 16-bit type they exchange what they have of 32
-columns, after which each has 8 in a row, 16 bytes; of float32 two columns are 8 bytes already, and four lanes fill a sector.
+Four neighbouring lanes hold the same rows, of each 8 columns two apiece. Of float32 two columns are 8 bytes, and four lanes fill a
+sector. Of a 16-bit type a warp passes its 16 rows through shared memory, after which a lane has 8 columns of a row, 16 bytes.
 """
 
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from fourwave.blocks.cutedsl.mma import WARPGROUP
 
 ROWS = 64  # that a warpgroup stores
-GROUP = 32  # columns that four lanes exchange
+UNIT = 16  # columns that a warp's lanes store at a time: one stmatrix
 
 
-@cute.jit
-def _exchange(words: cute.Tensor, quarter: Int32):
-    """words [4] of four lanes, a 4 x 4 matrix, transposed; quarter: the lane's number among the four."""
-    for bit in cutlass.range_constexpr(2):
-        step = 1 << bit
-        upper = (quarter & step) != 0
-        for i in cutlass.range_constexpr(4):
-            if cutlass.const_expr(i & step == 0):
-                low, high = words[i], words[i + step]
-                sent = cutlass.select_(upper, low, high)
-                got = cute.arch.shuffle_sync_bfly(sent, step)
-                words[i] = cutlass.select_(upper, got, low)
-                words[i + step] = cutlass.select_(upper, high, got)
+def _asm(operands, code: str, constraints: str, loc, ip) -> None:
+    llvm.inline_asm(
+        None,
+        [operand if not hasattr(operand, "ir_value") else operand.ir_value(loc=loc, ip=ip) for operand in operands],
+        code,
+        constraints + ",~{memory}",
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
 
 
 @dsl_user_op
 def _store_matrices(target: cute.Pointer, words: cute.Tensor, *, loc=None, ip=None) -> None:
     """Four matrices of 8 x 8 two-byte elements to shared memory (stmatrix): lane l has the address of row l % 8 of matrix l // 8."""
-    llvm.inline_asm(
-        None,
-        [target.to_llvm_ptr(loc=loc, ip=ip), *[Int32(words[i]).ir_value(loc=loc, ip=ip) for i in range(4)]],
-        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
-        "r,r,r,r,r,~{memory}",
-        has_side_effects=True,
-        asm_dialect=llvm.AsmDialect.AD_ATT,
-        loc=loc,
-        ip=ip,
+    code = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};"
+    _asm([target.to_llvm_ptr(loc=loc, ip=ip), *[Int32(words[i]) for i in range(4)]], code, "r,r,r,r,r", loc, ip)
+
+
+@dsl_user_op
+def _store_words(target: cute.Pointer, words: list, where: Boolean, *, loc=None, ip=None) -> None:
+    """16 bytes to global memory, `where`: as a predicate, no branch."""
+    code = "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }"
+    _asm(
+        [target.to_llvm_ptr(loc=loc, ip=ip), *[Int32(word) for word in words], Int32(where)],
+        code,
+        "l,r,r,r,r,r",
+        loc,
+        ip,
+    )
+
+
+@dsl_user_op
+def _store_pair(target: cute.Pointer, pair: list, where: Boolean, add: bool, *, loc=None, ip=None) -> None:
+    """Two float32 to global memory, or added there by L2 (red: rounded once, what is subnormal becomes zero), `where`."""
+    what = "red.relaxed.gpu.global.add.v2.f32" if add else "st.global.v2.f32"
+    code = "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p " + what + " [$0], {$1, $2}; }"
+    _asm(
+        [target.to_llvm_ptr(loc=loc, ip=ip), *[Float32(value) for value in pair], Int32(where)],
+        code,
+        "l,f,f,r",
+        loc,
+        ip,
     )
 
 
@@ -53,7 +70,7 @@ class RowsStore:
 
     vector      N, the rows of out and their starts are multiples of 16 bytes
     accumulate  add to what out holds
-    columns     of 16 rows that a warp passes through shared memory at a time; 0: four lanes exchange
+    columns     of 16 rows that a warp passes through shared memory at a time, a multiple of UNIT
     """
 
     out_dtype: type
@@ -61,11 +78,11 @@ class RowsStore:
     column_scaled: bool
     vector: bool
     accumulate: bool = False
-    columns: int = 0
+    columns: int = 64
 
     @property
     def shared(self) -> bool:
-        return self.columns > 0 and self.vector and self.out_dtype.width == 16
+        return self.vector and self.out_dtype.width == 16
 
     @property
     def pitch(self) -> int:
@@ -89,15 +106,16 @@ class RowsStore:
         """
         lane = thread % 32
         row = row0 + thread // 32 * 16 + lane // 4
-        for group in cutlass.range_constexpr(count * WARPGROUP // ROWS // GROUP):
-            column = n0 + group * GROUP
-            halves = []
+        width = count * WARPGROUP // ROWS
+        for unit in cutlass.range_constexpr(width // UNIT):
+            column = n0 + unit * UNIT
+            words = cute.make_rmem_tensor(4, Int32)
             for half in cutlass.range_constexpr(2):
                 m = row + 8 * half
                 place = out + (m * stride + column)
-                values = cute.make_rmem_tensor(8, Float32)
-                for v in cutlass.range_constexpr(8):
-                    value = acc[first + group * 16 + v // 2 * 4 + half * 2 + v % 2] * factors[half]
+                values = cute.make_rmem_tensor(4, Float32)
+                for v in cutlass.range_constexpr(4):
+                    value = acc[first + unit * 8 + v // 2 * 4 + half * 2 + v % 2] * factors[half]
                     n = cutlass.min(column + v // 2 * 8 + lane % 4 * 2 + v % 2, N - 1)
                     if cutlass.const_expr(self.column_scaled):
                         value = value * scales[n]
@@ -105,75 +123,57 @@ class RowsStore:
                         value = value + Float32(bias[n])
                     values[v] = value
                 if cutlass.const_expr(not self.vector):
-                    for v in cutlass.range_constexpr(8):
+                    for v in cutlass.range_constexpr(4):
                         at = v // 2 * 8 + lane % 4 * 2 + v % 2
                         if (m < end) & (column + at < N):
                             if cutlass.const_expr(self.accumulate):
                                 values[v] = values[v] + Float32(place[at])
                             place[at] = self.out_dtype(values[v])
+                elif cutlass.const_expr(not self.shared):
+                    for pair in cutlass.range_constexpr(2):
+                        at = pair * 8 + lane % 4 * 2
+                        two = [values[2 * pair], values[2 * pair + 1]]
+                        _store_pair((place + at).align(8), two, (m < end) & (column + at < N), self.accumulate)
                 else:
                     if cutlass.const_expr(self.accumulate):
-                        for pair in cutlass.range_constexpr(4):
+                        for pair in cutlass.range_constexpr(2):
                             at = pair * 8 + lane % 4 * 2
                             if (m < end) & (column + at < N):
                                 addend = cute.make_rmem_tensor(2, self.out_dtype)
                                 cute.autovec_copy(self.pair(place, at), addend)
                                 for c in cutlass.range_constexpr(2):
                                     values[2 * pair + c] = values[2 * pair + c] + Float32(addend[c])
-                    result = cute.make_rmem_tensor(8, self.out_dtype)
+                    result = cute.make_rmem_tensor(4, self.out_dtype)
                     result.store(values.load().to(self.out_dtype))
-                    if cutlass.const_expr(self.shared):
-                        halves.append(cute.recast_tensor(result, Int32))
-                    elif cutlass.const_expr(self.out_dtype.width == 16):
-                        words = cute.recast_tensor(result, Int32)
-                        _exchange(words, lane % 4)
-                        at = lane % 4 * 8
-                        if (m < end) & (column + at < N):
-                            target = cute.recast_ptr((place + at).align(16), dtype=Int32)
-                            cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(4)))
-                    else:
-                        for pair in cutlass.range_constexpr(4):
-                            at = pair * 8 + lane % 4 * 2
-                            if (m < end) & (column + at < N):
-                                two = cute.make_rmem_tensor(2, self.out_dtype)
-                                two[0], two[1] = result[2 * pair], result[2 * pair + 1]
-                                cute.autovec_copy(two, self.pair(place, at))
-
+                    two_words = cute.recast_tensor(result, Int32)
+                    words[half], words[2 + half] = two_words[0], two_words[1]
             if cutlass.const_expr(self.shared):
-                self.through_shared(
-                    halves, buffer, group * GROUP % self.columns, out, stride, row0 + thread // 32 * 16, end, column + GROUP, N, lane
-                )  # fmt: skip
+                at = unit * UNIT % self.columns
+                if cutlass.const_expr(at == 0):
+                    cute.arch.sync_warp()  # what was there has been read
+                _store_matrices(buffer + ((lane // 8 % 2 * 8 + lane % 8) * self.pitch + (at + lane // 16 * 8)), words)
+                if cutlass.const_expr(at + UNIT == self.columns or (unit + 1) * UNIT == width):
+                    cute.arch.sync_warp()
+                    self.flush(buffer, at + UNIT, out, stride, row0 + thread // 32 * 16, end, column - at, N, lane)
 
     @cute.jit
-    def through_shared(
-        self, halves: cutlass.Constexpr, buffer: cute.Pointer, at: cutlass.Constexpr, out: cute.Pointer, stride: Int64, row: Int32,
-        end: Int32, past: Int32, N: Int32, lane: Int32,
+    def flush(
+        self, buffer: cute.Pointer, columns: cutlass.Constexpr, out: cute.Pointer, stride: Int64, row: Int32, end: Int32,
+        n0: Int32, N: Int32, lane: Int32,
     ):  # fmt: skip
-        """GROUP columns of a warp's 16 rows, from column `at` of its buffer on; when that is full, it goes out.
-
-        halves: words [4] of rows 0 to 7 and of 8 to 15, of each 8 columns one; past: the column of out past them
-        """
-        if cutlass.const_expr(at == 0):
-            cute.arch.sync_warp()  # what was there has been read
-        for i in cutlass.range_constexpr(2):
-            words = cute.make_rmem_tensor(4, Int32)
-            for j in cutlass.range_constexpr(4):
-                words[j] = halves[j % 2][2 * i + j // 2]
-            place = (lane // 8 % 2 * 8 + lane % 8) * self.pitch + (at + 16 * i + lane // 16 * 8)
-            _store_matrices(buffer + place, words)
-        if cutlass.const_expr(at + GROUP == self.columns):
-            cute.arch.sync_warp()
-            per_row = self.columns // 8  # lanes
-            m, n = row + lane // per_row, past - self.columns + lane % per_row * 8
-            source = buffer + (lane // per_row * self.pitch + lane % per_row * 8)
-            for i in cutlass.range_constexpr(16 * per_row // 32):
-                step = 32 // per_row  # rows
-                if (m + i * step < end) & (n < N):
-                    words = cute.make_rmem_tensor(4, Int32)
-                    shared = cute.recast_ptr((source + i * step * self.pitch).align(16), dtype=Int32)
-                    cute.autovec_copy(cute.make_tensor(shared, cute.make_layout(4)), words)
-                    target = cute.recast_ptr((out + ((m + i * step) * stride + n)).align(16), dtype=Int32)
-                    cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(4)))
+        """The first `columns` columns of a warp's buffer go out, to rows from `row` and columns from n0 on."""
+        per_row = columns // 8  # lanes
+        steps = 16 * per_row // 32
+        words = cute.make_rmem_tensor(4 * steps, Int32)
+        for i in cutlass.range_constexpr(steps):  # all are read before the first is stored: one wait for shared memory
+            m, n = (lane + 32 * i) // per_row, (lane + 32 * i) % per_row * 8
+            shared = cute.recast_ptr((buffer + (m * self.pitch + n)).align(16), dtype=Int32)
+            four = cute.make_tensor(words.iterator + 4 * i, cute.make_layout(4))
+            cute.autovec_copy(cute.make_tensor(shared, cute.make_layout(4)), four)
+        for i in cutlass.range_constexpr(steps):
+            m, n = row + (lane + 32 * i) // per_row, n0 + (lane + 32 * i) % per_row * 8
+            target = cute.recast_ptr((out + (m * stride + n)).align(16), dtype=Int32)
+            _store_words(target, [words[4 * i + j] for j in range(4)], (m < end) & (n < N))
 
     def pair(self, place, at):
         """Two neighbouring elements in memory."""

@@ -7,11 +7,12 @@ scale_* "1x128" of a with "128x128" of b, multiplied in by block of 128 k (`prom
 
 A CTA has one producer warp (in a warpgroup, which gives its registers away) and two consumer warpgroups. Tiles have 128 or 256
 rows (`halves` of 128, 64 for each consumer) of one group; they are numbered group by group (blocks.cutedsl.groups), in a group in
-bands (blocks.cutedsl.schedule). Cluster c takes tiles c, c + clusters, ... The CTAs of a cluster have tiles side by side, and each
-loads its share of a's rows for both. A tile's rows past its group's end belong to a neighbour: they are multiplied, each by
-itself, and not stored; a second half that has no row of the group is neither loaded nor multiplied.
+bands (blocks.cutedsl.schedule). Clusters take them in rounds, of which every other one goes backwards. The CTAs of a cluster have tiles
+side by side, and each loads its share of a's rows for both; or below each other (`pair`), and share b's. A tile's rows past its
+group's end belong to a neighbour: they are multiplied, each by itself, and not stored; a second half that has no row of the group is
+neither loaded nor multiplied, nor does a pair's second CTA multiply where it has none.
 
-Producer, for every tile and k step: wait until the stage is empty, TMA all tiles into it, copy the scales of a's rows and b's
+Producer: find a tile, tell the consumers with its first stage which it is. For every k step: wait until the stage is empty, TMA all tiles into it, copy the scales of a's rows and b's
 cells with cp.async, whose arrival counts at the same barrier.
 Consumer: for every half issue the products of a stage, wait for them, and with `promote` add them, times their scales, to float32
 sums; meanwhile the other consumer's products run.
@@ -23,12 +24,13 @@ Barriers
           the other's products run
 """
 
+import math
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
@@ -46,6 +48,7 @@ CELL = 128  # rows of b and k that share a scale
 SMEM_ALIGN = 1024
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 BEHIND = 4  # a named barrier
+TOLD = 8  # words that the producer tells the consumers of a tile
 QUAD = 4  # k blocks whose scales TMA brings together: 16 bytes of each row
 
 
@@ -78,19 +81,33 @@ class GroupedGemm:
     promote: bool
     vector: bool
     overlap: bool
-    lag: int = 0
     last_halves: bool = False
-    store_columns: int = 0
-    skip: bool = False
+    store_columns: int = 64
+    along: str = "n"
 
     @property
     def blocks(self) -> bool:
         return self.a_scaling == "1x128"
 
     @property
+    def stagger(self) -> bool:
+        """Whether consumer 1 starts a tile when consumer 0 has its first products: of one half it pays nothing."""
+        return self.promote and self.halves == 2
+
+    @property
+    def pair(self) -> bool:
+        """Whether the cluster's tiles lie below each other and share b; else side by side, and share a."""
+        return self.share > 1 and self.along == "m"
+
+    @property
+    def cluster_rows(self) -> int:
+        """Of a cluster's tiles below each other."""
+        return HALF * self.halves * (self.share if self.pair else 1)
+
+    @property
     def cell_columns(self) -> int:
         """Columns of a tile that surely share a scale."""
-        return CELL if self.tile_n % CELL == 0 else CELL // 2
+        return math.gcd(self.tile_n, CELL)
 
     @property
     def quads(self) -> bool:
@@ -174,6 +191,7 @@ class GroupedGemm:
     ):  # fmt: skip
         loader_a, loader_b, share, halves, writer = self.loader_a, self.loader_b, self.share, self.halves, self.writer
         tile_m = HALF * halves
+        share_n = 1 if self.pair else share
         thread = cute.arch.thread_idx()[0]
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -189,6 +207,7 @@ class GroupedGemm:
             tile_end: cute.struct.MemRange[Int32, self.groups * (2 if self.last_halves else 1) + 32]
             a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
             b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, cute.cosize(layout_b)], SMEM_ALIGN]
+            told: cute.struct.Align[cute.struct.MemRange[Int32, TOLD * self.num_stages], 16]
             scales: cute.struct.Align[
                 cute.struct.MemRange[Float32, self.num_stages * self.scales.pitch if self.blocks else 4], 16
             ]
@@ -202,6 +221,7 @@ class GroupedGemm:
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
         scales = storage.scales.data_ptr()
         row_scales = storage.row_scales.data_ptr()
+        told = storage.told.data_ptr()
         if thread == 0:
             for i in cutlass.range_constexpr(self.num_stages):
                 cute.arch.mbarrier_init(full + i, 33 if self.blocks else 1)
@@ -211,9 +231,9 @@ class GroupedGemm:
             cpasync.prefetch_descriptor(tma_a)
             cpasync.prefetch_descriptor(tma_b)
         cute.arch.griddepcontrol_wait()
-        tiles_n = cute.ceil_div(N, self.tile_n * share)  # of clusters
+        tiles_n = cute.ceil_div(N, self.tile_n * share_n)  # of clusters
         if warp == 0:
-            groups.build(sizes, G, M, tile_m, tiles_n, row_end, tile_end, lane, self.last_halves)
+            groups.build(sizes, G, M, self.cluster_rows, tiles_n, row_end, tile_end, lane, self.last_halves)
         rank = Int32(0)
         if cutlass.const_expr(share > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -229,24 +249,36 @@ class GroupedGemm:
         clusters = cute.arch.grid_dim()[0] // share
         tile = cute.arch.block_idx()[0] // share
         part = Int32(0)
+        # Every other round in the opposite order: who had the larger of one has the smaller of the next.
+        ahead = 2 * (clusters - tile) - 1
 
         warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
         if warpgroup_index == 0:
             # Producer.
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                shared_b, global_b = loader_b.partition_stack(tma_b, coordinates_b, smem_b, 0)
-                mask_a = None
+                shared_b, global_b = loader_b.partition_stack(tma_b, coordinates_b, smem_b, rank if self.pair else 0)
+                mask_a = mask_b = None
                 if cutlass.const_expr(share > 1):
-                    mask_a = cutlass.Int16((1 << share) - 1)
+                    if cutlass.const_expr(self.pair):
+                        mask_b = cutlass.Int16((1 << share) - 1)
+                    else:
+                        mask_a = cutlass.Int16((1 << share) - 1)
                 write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
                 slot = Int32(0)
                 while tile < num_tiles:
                     part = groups.find(tile_end, tile, part, lane)
                     g, start, end, m_tile, n_tile = self.place(part, tile, row_end, tile_end, tiles_n, band, G)
-                    row0 = start + m_tile * tile_m
-                    n_tile = n_tile * share + rank
-                    shared_a, global_a = partition_from(loader_a, tma_a, coordinates_a, smem_a, rank, row0)
+                    row0 = start + m_tile * self.cluster_rows
+                    if cutlass.const_expr(self.pair):
+                        row0 += rank * tile_m
+                    else:
+                        n_tile = n_tile * share + rank
+                    shared_a, global_a = partition_from(
+                        loader_a, tma_a, coordinates_a, smem_a, 0 if self.pair else rank, row0
+                    )
+                    # Of a pair's second CTA without rows all is loaded as if it had the group's last one.
+                    top = cutlass.min(row0, end - 1)
                     live = Int32(1)
                     if cutlass.const_expr(halves == 2):
                         live = cutlass.min(cute.ceil_div(end - row0, HALF), 2)
@@ -266,7 +298,7 @@ class GroupedGemm:
                         shared_scale, global_scale = cpasync.tma_partition(
                             tma_scale, 0, cute.make_layout(1), cute.group_modes(smem_quads, 0, 2), cute.group_modes(tiles, 0, 2)
                         )  # fmt: skip
-                    places = self.scales.places(row0, end, start, stride, first, lane)
+                    places = self.scales.places(top, end, start, stride, first, lane)
                     cell = (n_tile * self.tile_n + lane * self.cell_columns) // CELL
                     place_b = g * scale_g + cutlass.min(cell, (N - 1) // CELL) * scale_n
                     for k in cutlass.range(k_tiles, unroll=1):
@@ -276,11 +308,13 @@ class GroupedGemm:
                         if cutlass.const_expr(self.quads):
                             if k % QUAD == 0:
                                 arriving += 4 * self.quad_elements
-                        place = first + (row0 - start) * stride + along * k
-                        strip = (cutlass.min(end - row0, tile_m) + place % 4 + 3) // 4 * 16  # bytes
+                        place = first + (top - start) * stride + along * k
+                        strip = (cutlass.min(end - top, tile_m) + place % 4 + 3) // 4 * 16  # bytes
                         if cutlass.const_expr(self.strips):
                             arriving += strip
                         with cute.arch.elect_one():
+                            if k == 0:
+                                self.tell(told + TOLD * write.index, (row0, end, n_tile * self.tile_n, g, start))
                             cute.arch.mbarrier_arrive_and_expect_tx(barrier, arriving)
                         if cutlass.const_expr(self.strips):
                             with cute.arch.elect_one():
@@ -310,15 +344,17 @@ class GroupedGemm:
                                     tma_bar_ptr=barrier, mcast_mask=mask_a,
                                 )  # fmt: skip
                         cute.copy(
-                            tma_b, global_b[(None, n_tile, k, g)], shared_b[(None, write.index)], tma_bar_ptr=barrier
-                        )
+                            tma_b, global_b[(None, n_tile, k, g)], shared_b[(None, write.index)], tma_bar_ptr=barrier,
+                            mcast_mask=mask_b,
+                        )  # fmt: skip
                         if cutlass.const_expr(self.blocks):
                             self.scales.copy(
                                 scales, write.index, scale_a, places, along * k, scale_b, place_b, barrier, lane
                             )
                             place_b += scale_k
                         write.advance()
-                    tile += clusters
+                    tile += ahead
+                    ahead = 2 * clusters - ahead
         else:
             # Consumers.
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -334,24 +370,20 @@ class GroupedGemm:
             buffer = storage.out.data_ptr() + (warp - 4) * writer.elements
             stage, phase, slot = Int32(0), Int32(0), Int32(0)
             while tile < num_tiles:
-                part = groups.find(tile_end, tile, part, lane)
-                g, start, end, m_tile, n_tile = self.place(part, tile, row_end, tile_end, tiles_n, band, G)
-                row0 = start + m_tile * tile_m
-                n0 = (n_tile * share + rank) * self.tile_n
+                cute.arch.mbarrier_wait(full + stage, phase)
+                row0, end, n0, g, start = self.hear(told + TOLD * stage)
                 total.fill(0.0)
                 along, place = Int32(1), Int32(0)
                 if cutlass.const_expr(self.strips):
                     along, place = end - start, start * k_tiles + (row0 - start)
-                left = cutlass.min(end - row0, tile_m)  # rows, or those from the consumer's first on
-                if cutlass.const_expr(self.skip):
-                    left = left - consumer * ROWS
+                left = end - row0
                 if cutlass.const_expr(halves == 2):
                     if left > HALF:
                         stage, phase, slot = self.multiply(
                             2, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, row_scales, slot, place,
                             along, consumer, thread,
                         )  # fmt: skip
-                if left <= HALF:
+                if (left <= HALF) | (halves == 1):
                     if left > 0:
                         stage, phase, slot = self.multiply(
                             1, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, row_scales, slot, place,
@@ -377,7 +409,8 @@ class GroupedGemm:
                             total, half * per_half, per_half, out, out_stride, row, end, n0, N, factors,
                             scale_b + g * N, bias + g * N, thread, buffer,
                         )  # fmt: skip
-                tile += clusters
+                tile += ahead
+                ahead = 2 * clusters - ahead
             groups.clear_rows(
                 out,
                 out_stride,
@@ -397,7 +430,7 @@ class GroupedGemm:
         self, part: Int32, tile: Int32, row_end: cute.Pointer, tile_end: cute.Pointer, tiles_n: Int32, band: Int32, G: Int32
     ):  # fmt: skip
         """(group, its first row, the row past its last, m_tile, n_tile of clusters) of a tile; part: where `groups.find` found it."""
-        tile_m = HALF * self.halves
+        tile_m = self.cluster_rows
         g = part
         if cutlass.const_expr(self.last_halves):
             if part >= groups.rest(G):
@@ -435,60 +468,39 @@ class GroupedGemm:
         if cutlass.const_expr(self.promote):
             acc = cute.make_rmem_tensor(shape, Float32)
             factors = cute.make_rmem_tensor((2, live, self.tile_n // self.cell_columns), Float32)
-            behind, ahead = Int32(0), Int32(self.lag)
-            if k_tiles < self.num_stages:
-                # Never: consumer 0 could arrive for two tiles before consumer 1 waits for one.
-                behind, ahead = Int32(-1), Int32(-1)
+            # Else consumer 0 could arrive for two tiles before consumer 1 waits for one.
+            behind = k_tiles >= max(self.num_stages, QUAD)
+            if cutlass.const_expr(self.stagger):
+                if behind & (consumer == 1):
+                    cute.arch.barrier(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
             ready = cute.arch.mbarrier_test_wait(full + stage, phase)
-            for k in cutlass.range(k_tiles, unroll=1):
-                if not ready:
-                    cute.arch.mbarrier_wait(full + stage, phase)
-                for half in cutlass.range_constexpr(live):
-                    if cutlass.const_expr(self.halves == 2 and half == 0):
-                        if k == behind:
-                            if consumer == 1:
-                                cute.arch.barrier(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
-                    warpgroup.fence()
-                    self.issue(mma, acc, a, b, stage * self.halves + half, stage, True)
-                    if cutlass.const_expr(half == 0):
-                        # While the products run: between them, what waits for shared memory would hold them up.
-                        rows, pitch = scales + stage * self.scales.pitch, 1
-                        if cutlass.const_expr(self.quads):
-                            rows, pitch = row_scales + (slot * self.quad_elements + k % QUAD), QUAD
-                        elif cutlass.const_expr(self.strips):
-                            rows = row_scales + (stage * self.strip_elements + (place + along * k) % 4)
-                        self.load_factors(
-                            factors, rows, pitch, scales + stage * self.scales.pitch, live, consumer, thread
-                        )
-                    warpgroup.wait_group(0)
-                    if cutlass.const_expr(self.halves == 2 and half == 0):
-                        if k == ahead:
-                            if consumer == 0:
-                                cute.arch.barrier_arrive(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
-                    if cutlass.const_expr(half == live - 1):
-                        self.release(empty + stage, thread)
-                        stage, phase = self.next(stage, phase)
-                        # Asked now, answered while the sums are added.
-                        ready = cute.arch.mbarrier_test_wait(full + stage, phase)
-                    self.add(total, half * per_half, acc, factors, half)
-                if cutlass.const_expr(self.quads):
-                    if k % QUAD == QUAD - 1:
-                        slot = slot + 1
-                        if slot == self.quad_slots:
-                            slot = Int32(0)
+            whole = k_tiles // QUAD * QUAD
+            # Unrolled: what lies between two batches of wgmmas competes with the other consumer's additions for issue slots.
+            for k in cutlass.range(0, whole, QUAD, unroll=1):
+                for u in cutlass.range_constexpr(QUAD):
+                    leads = behind & (consumer == 0) & (k == 0)
+                    stage, phase, slot, ready = self.step(
+                        live, full, empty, stage, phase, total, acc, factors, a, b, k + u, scales, row_scales, slot, place, along,
+                        consumer, thread, ready, leads, u == 0, u == QUAD - 1,
+                    )  # fmt: skip
+            for k in cutlass.range(whole, k_tiles, unroll=1):
+                stage, phase, slot, ready = self.step(
+                    live, full, empty, stage, phase, total, acc, factors, a, b, k, scales, row_scales, slot, place, along,
+                    consumer, thread, ready, behind, False, k % QUAD == QUAD - 1,
+                )  # fmt: skip
         else:
-            parts = [
-                cute.make_tensor(total.iterator + half * per_half, cute.make_layout(shape)) for half in range(live)
-            ]
-            warpgroup.fence()
+            # Registers of this branch's own, and a fence before each batch: else ptxas waits for each wgmma.
+            parts = [cute.make_rmem_tensor(shape, Float32) for _ in range(live)]
             cute.arch.mbarrier_wait(full + stage, phase)
             for half in cutlass.range_constexpr(live):
+                warpgroup.fence()
                 self.issue(mma, parts[half], a, b, stage * self.halves + half, stage, True)
             last = stage
             stage, phase = self.next(stage, phase)
             for _ in cutlass.range(1, k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(full + stage, phase)
                 for half in cutlass.range_constexpr(live):
+                    warpgroup.fence()
                     self.issue(mma, parts[half], a, b, stage * self.halves + half, stage, False)
                 warpgroup.wait_group(live)
                 self.release(empty + last, thread)
@@ -496,18 +508,60 @@ class GroupedGemm:
                 stage, phase = self.next(stage, phase)
             warpgroup.wait_group(0)
             self.release(empty + last, thread)
+            for half in cutlass.range_constexpr(live):
+                for v in cutlass.range_constexpr(per_half):
+                    total[half * per_half + v] = parts[half][v]
         return stage, phase, slot
+
+    @cute.jit
+    def step(
+        self, live: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, total: cute.Tensor,
+        acc: cute.Tensor, factors: cute.Tensor, a: cute.Tensor, b: cute.Tensor, k: Int32, scales: cute.Pointer,
+        row_scales: cute.Pointer, slot: Int32, place: Int32, along: Int32, consumer: Int32, thread: Int32, ready: Boolean,
+        leads: Boolean, first: cutlass.Constexpr, last_of_quad,
+    ):  # fmt: skip
+        """k step `k` of `multiply` with promotion. leads: consumer 1 starts when these products are there, if `first`;
+        last_of_quad: the next step's scales of rows are in another slot."""
+        per_half = ROWS * self.tile_n // WARPGROUP
+        # Its own: what is set in it in one loop or branch must not be seen in another.
+        mma = mma_block.tiled_mma(self.loader_a, self.loader_b, self.tile_n)
+        if not ready:
+            cute.arch.mbarrier_wait(full + stage, phase)
+        for half in cutlass.range_constexpr(live):
+            warpgroup.fence()
+            self.issue(mma, acc, a, b, stage * self.halves + half, stage, True)
+            if cutlass.const_expr(half == 0):
+                # While the products run: between them, what waits for shared memory would hold them up.
+                rows, pitch = scales + stage * self.scales.pitch, 1
+                if cutlass.const_expr(self.quads):
+                    rows, pitch = row_scales + (slot * self.quad_elements + k % QUAD), QUAD
+                elif cutlass.const_expr(self.strips):
+                    rows = row_scales + (stage * self.strip_elements + (place + along * k) % 4)
+                self.load_factors(factors, rows, pitch, scales + stage * self.scales.pitch, live, consumer, thread)
+            warpgroup.wait_group(0)
+            if cutlass.const_expr(half == 0 and first and self.stagger):
+                if leads:
+                    cute.arch.barrier_arrive(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
+            if cutlass.const_expr(half == live - 1):
+                self.release(empty + stage, thread)
+                stage, phase = self.next(stage, phase)
+                # Asked now, answered while the sums are added.
+                ready = cute.arch.mbarrier_test_wait(full + stage, phase)
+            self.add(total, half * per_half, acc, factors, half)
+        if cutlass.const_expr(self.quads):
+            if last_of_quad:
+                slot = slot + 1
+                if slot == self.quad_slots:
+                    slot = Int32(0)
+        return stage, phase, slot, ready
 
     @cute.jit
     def pass_by(
         self, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, k_tiles: Int32, slot: Int32, thread: Int32
     ):  # fmt: skip
-        """As multiply, of a tile in which consumer 1 has no rows: it releases the stages."""
+        """As multiply, of a tile without rows: the stages are released."""
         for k in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
-            if cutlass.const_expr(self.promote and self.halves == 2):
-                if (k == 0) & (k_tiles >= self.num_stages):
-                    cute.arch.barrier(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
             self.release(empty + stage, thread)
             stage, phase = self.next(stage, phase)
             if cutlass.const_expr(self.quads):
@@ -543,11 +597,31 @@ class GroupedGemm:
         factors: cute.Tensor,
         half: cutlass.Constexpr,
     ):
+        # Pinned: as in mma_block._promote.
+        for v in cutlass.range_constexpr(cute.size(acc)):
+            acc[v] = mma_block._pinned(acc[v])
         for v in cutlass.range_constexpr(cute.size(acc)):
             if cutlass.const_expr(self.blocks):
                 total[first + v] = total[first + v] + acc[v] * factors[v // 2 % 2, half, v * 2 // self.cell_columns]
             else:
                 total[first + v] = total[first + v] + acc[v]
+        for v in cutlass.range_constexpr(cute.size(acc)):
+            total[first + v] = mma_block._pinned(total[first + v])
+
+    @cute.jit
+    def tell(self, place: cute.Pointer, words: tuple):
+        """What the consumers are to know of a tile, behind the barrier of its first stage."""
+        held = cute.make_rmem_tensor(TOLD, Int32)
+        held.fill(0)
+        for i in cutlass.range_constexpr(len(words)):
+            held[i] = words[i]
+        cute.autovec_copy(held, cute.make_tensor(place.align(16), cute.make_layout(TOLD)))
+
+    @cute.jit
+    def hear(self, place: cute.Pointer):
+        held = cute.make_rmem_tensor(TOLD, Int32)
+        cute.autovec_copy(cute.make_tensor(place.align(16), cute.make_layout(TOLD)), held)
+        return held[0], held[1], held[2], held[3], held[4]
 
     @cute.jit
     def next(self, stage: Int32, phase: Int32):

@@ -20,6 +20,7 @@ from fourwave.ops.gemm.sm90_config import (
 )
 from fourwave.ops.grouped_gemm.problem import REDUCTION, ROWS, GroupedProblem
 
+FOURS_SMS = 120  # multiprocessors of an H200 that clusters of four or eight can cover
 MAX_GROUPS = 1024  # what the table in shared memory has room for
 TABLES = (128, MAX_GROUPS)
 MAX_ACCUMULATORS = 192  # per thread, as in the dense kernel
@@ -32,8 +33,10 @@ class HopperGroupedConfig:
     """tile_m, tile_n, tile_k: output tile of a CTA and its reduction step.
 
     schedule    "rows": a's rows ride wgmma's rows; tile_m is 128, or 256, which each consumer warpgroup takes in two halves;
-                of wgrad, 128; "swapped": b's do. tile_m is then a multiple of 8 up to 128, tile_n one of 8 up to 128
+                of wgrad, 128; tile_n a multiple of 16, or of 64 where b's columns are contiguous;
+                "swapped": b's do. tile_m is then a multiple of 8 up to 128, tile_n one of 8 up to 128
     num_stages  shared-memory buffers per operand
+    cluster_m   "rows": CTAs below each other, in a group, that load b's tiles for each other
     cluster_n   "rows": CTAs side by side that load a's tiles for each other
     band        "rows": tiles of a group side by side, along its rows, that are walked through together (L2 reuse)
     split       "swapped": CTAs of a cluster that share a tile's reduction
@@ -45,22 +48,19 @@ class HopperGroupedConfig:
     tile_k: int = 128
     schedule: str = "rows"
     num_stages: int = 5
+    cluster_m: int = 1
     cluster_n: int = 1
     band: int = 16
     split: int = 1
     overlap: bool = True
-    lag: int = 0
-    last_halves: bool = True
-    store_columns: int = 64
-    skip: bool = True
 
     def __str__(self) -> str:
-        more = f"split {self.split}" if self.schedule == "swapped" else f"cluster 1x{self.cluster_n}"
+        more = f"split {self.split}" if self.schedule == "swapped" else f"cluster {self.cluster_m}x{self.cluster_n}"
         return f"{self.tile_m}x{self.tile_n}x{self.tile_k} {self.schedule}, {self.num_stages} stages, {more}"
 
     @property
     def cluster_size(self) -> int:
-        return self.split if self.schedule == "swapped" else self.cluster_n
+        return self.split if self.schedule == "swapped" else self.cluster_m * self.cluster_n
 
 
 def block_scaled(problem: GroupedProblem) -> bool:
@@ -85,6 +85,17 @@ def bulk_scales(problem: GroupedProblem, config: HopperGroupedConfig) -> str | N
     return "quads" if -(-problem.K // 128) % 4 == 0 else None
 
 
+def last_halves(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
+    """Whether a cluster's tiles of which half have no rows come last: not where the table for it is large."""
+    few = table_groups(problem) == TABLES[0]
+    return few and problem.split == ROWS and config.schedule == "rows" and config.tile_m * config.cluster_m > WAVE_ROWS
+
+
+def store_columns(problem: GroupedProblem) -> int:
+    """That a warp passes through shared memory at a time."""
+    return 64 if table_groups(problem) == TABLES[0] else 32
+
+
 def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
     width = -(-config.tile_n // 64) * 64
     stage = (config.tile_m + config.tile_n) * SWIZZLE_BYTES
@@ -93,12 +104,14 @@ def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
     bulk = bulk_scales(problem, config)
     if bulk is not None:
         stage += 4 * (config.tile_m + 4)  # at most: quads have a slot for four stages, and one more
-    tables = 3 if config.schedule == "rows" and config.tile_m > WAVE_ROWS and config.last_halves else 2
+    tables = 3 if last_halves(problem, config) else 2
     total = config.num_stages * stage + 4 * (tables * table_groups(problem) + 32) + 2 * BARRIER_BYTES
     if config.schedule == "swapped":
         return total + (width - config.tile_n) * SWIZZLE_BYTES + 4 * config.tile_m * (width + 4)
-    if problem.out_dtype.itemsize == 2 and config.store_columns:
-        total += 2 * WAVE_ROWS * (config.store_columns + 8)
+    if problem.out_dtype.itemsize == 2:
+        total += 2 * WAVE_ROWS * (store_columns(problem) + 8)
+    if config.schedule == "rows" and problem.split == ROWS:
+        total += 32 * config.num_stages  # what the producer tells
     return total + (16 * config.tile_m if bulk == "quads" else 0)
 
 
@@ -143,7 +156,7 @@ def why_unsupported(problem: GroupedProblem, config: HopperGroupedConfig | None)
 
 
 def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig) -> str | None:
-    for name in ("tile_m", "tile_n", "tile_k", "num_stages", "cluster_n", "band", "split"):
+    for name in ("tile_m", "tile_n", "tile_k", "num_stages", "cluster_m", "cluster_n", "band", "split"):
         value = getattr(config, name)
         if not isinstance(value, int) or value < 1:
             return f"{name}={value!r}: an int of at least 1 is needed"
@@ -168,17 +181,20 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             return (
                 f"split={config.split}: each CTA needs a k step, and K={problem.K} has {-(-problem.K // config.tile_k)}"
             )
-        if config.cluster_n != 1:
-            return f"cluster_n={config.cluster_n}: swapped tiles are not shared"
+        if (config.cluster_m, config.cluster_n) != (1, 1):
+            return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: swapped tiles are not shared"
     else:
         if config.tile_m not in (WAVE_ROWS, 2 * WAVE_ROWS):
             return f"tile_m={config.tile_m}: {WAVE_ROWS} or {2 * WAVE_ROWS}"
-        if config.tile_n % 64 or config.tile_n > 256:
-            return f"tile_n={config.tile_n}: multiples of 64 up to 256"
-        if problem.split == REDUCTION and (config.tile_m, config.cluster_n) != (WAVE_ROWS, 1):
-            return f"tile_m={config.tile_m}, cluster_n={config.cluster_n} of a reduction in groups: {WAVE_ROWS} and 1"
-        if config.cluster_n not in (1, 2):
-            return f"cluster_n={config.cluster_n}: 1 or 2 CTAs"
+        step = 16 if problem.layout == "TN" and problem.split == ROWS else 64
+        if config.tile_n % step or config.tile_n > 256:
+            return f"tile_n={config.tile_n}: multiples of {step} up to 256"
+        if problem.split == REDUCTION and (config.tile_m, config.cluster_size) != (WAVE_ROWS, 1):
+            return f"tile_m={config.tile_m}, {config.cluster_size} CTAs of a reduction in groups: {WAVE_ROWS} and 1"
+        if config.cluster_n not in (1, 2) or config.cluster_m not in (1, 2) or config.cluster_size > 2:
+            return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: 1 or 2 CTAs"
+        if config.cluster_m > 1 and config.tile_m > WAVE_ROWS:
+            return f"cluster_m={config.cluster_m} of tiles of {config.tile_m} rows: of {WAVE_ROWS} only"
         if config.split != 1:
             return f"split={config.split}: only a swapped tile's reduction is split"
         accumulators = config.tile_m // WAVE_ROWS * config.tile_n // 2 + (
@@ -207,14 +223,12 @@ def swapped(problem: GroupedProblem, tokens: int, rows: int, split: int = 1) -> 
     return _deepest(problem, HopperGroupedConfig(tokens, rows, tile_k, "swapped", split=split))
 
 
-def rows_tile(problem: GroupedProblem, tile_m: int, tile_n: int, cluster_n: int = 1) -> HopperGroupedConfig:
+def rows_tile(
+    problem: GroupedProblem, tile_m: int, tile_n: int, cluster_n: int = 1, cluster_m: int = 1
+) -> HopperGroupedConfig:
     tile_k = SWIZZLE_BYTES // problem.a_dtype.itemsize
-    few = problem.G <= TABLES[0]  # else the table is large
     return _deepest(
-        problem,
-        HopperGroupedConfig(
-            tile_m, tile_n, tile_k, "rows", cluster_n=cluster_n, last_halves=few, store_columns=64 if few else 32
-        ),
+        problem, HopperGroupedConfig(tile_m, tile_n, tile_k, "rows", cluster_n=cluster_n, cluster_m=cluster_m)
     )
 
 
@@ -222,7 +236,9 @@ def rows_tile(problem: GroupedProblem, tile_m: int, tile_n: int, cluster_n: int 
 def candidates(problem: GroupedProblem) -> tuple[HopperGroupedConfig, ...]:
     """The configurations that the default is chosen from, those that this problem allows."""
     if problem.split == REDUCTION:
-        tiles = [rows_tile(problem, WAVE_ROWS, n) for n in (256, 128, 64)]
+        tiles = [
+            rows_tile(problem, WAVE_ROWS, n) for n in ((128, 64) if block_scaled(problem) else (256, 192, 128, 64))
+        ]
         return tuple(config for config in tiles if why_unsupported(problem, config) is None)
     average = -(-problem.M // min(problem.G, problem.M))
     tokens = next((tile for tile in _TOKENS if tile >= average), _TOKENS[-1])
@@ -235,38 +251,68 @@ def candidates(problem: GroupedProblem) -> tuple[HopperGroupedConfig, ...]:
         tiles += [
             swapped(problem, tokens, rows, split) for split in (2, 4) for rows in range(120, _LEAST_ROWS - 1, -step)
         ]
-    tiles += [rows_tile(problem, m, n, c) for m, n, c in ((128, 128, 1), (256, 128, 1), (256, 128, 2))]
+    widths = (256, 192, 128, 64) if problem.layout == "NN" else range(256, 63, -16)
+    clusters = ((1, 1), (1, 2), (2, 1)) if average > WAVE_ROWS else ((1, 1), (2, 1))  # along n, along m
+    tiles += [rows_tile(problem, WAVE_ROWS, n, *cluster) for n in widths for cluster in clusters]
+    if promotes(problem):
+        tiles.append(rows_tile(problem, 2 * WAVE_ROWS, 128))
     return tuple(config for config in tiles if why_unsupported(problem, config) is None)
 
 
 # Constants of one H200 (docs/hopper_grouped.md); they rank the tiles and say little else.
 _BYTES_PER_SECOND = 4.2e12
 _SM_BYTES_PER_SECOND = 33e9
-_SM_FLOPS = 9.5e12  # of FP8 wgmma, per SM and second
+_SM_FLOPS = 10.9e12  # of FP8 wgmma, per SM and second: what the power limit leaves
+_SWAPPED_FLOPS = 4.75e12
+_CLOCK = 1.5e9  # with the matrix units busy
+_SMEM_BYTES_PER_CYCLE = 128
+_L2_BYTES_PER_CYCLE = 46  # per SM, where all read
 _TURN_SECONDS = 0.3e-6
-_SPLIT_SECONDS = 1e-6
+_ROWS_TURN_SECONDS = 2.4e-6
+_SWAPPED_STEP_SECONDS = 0.15e-6  # at least: the producer's
+_SPLIT_SECONDS = 0.5e-6
+
+
+def _step_seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
+    """Of SWIZZLE_BYTES of k of a tile of the schedule "rows": what shared memory, which wgmma reads and TMA writes, and L2 allow.
+
+    A wgmma of 64 rows reads them and all columns, 32 bytes of each.
+    """
+    m, n = config.tile_m, config.tile_n
+    shared = m // 64 * 4 * (64 + n) * 32 + (m + n) * SWIZZLE_BYTES
+    l2 = (m / config.cluster_n + n / config.cluster_m) * SWIZZLE_BYTES
+    l2 /= _L2_BYTES_PER_CYCLE * _CLOCK
+    return max(shared / (_SMEM_BYTES_PER_CYCLE * _CLOCK), l2, 2 * m * n * SWIZZLE_BYTES / _SM_FLOPS) + 0.05 * l2
 
 
 def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
     """Modelled time of the busiest cluster, were all groups equal."""
+    size = problem.a_dtype.itemsize
     if problem.split == REDUCTION:
         tiles = problem.G * -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
-        flops = 2 * config.tile_m * config.tile_n * problem.K / problem.G * problem.a_dtype.itemsize
-        efficiency = {64: 0.45, 128: 0.6}.get(config.tile_n, 0.75)
-        return -(-tiles // NUM_SMS) * (flops / (_SM_FLOPS * efficiency) + _TURN_SECONDS * (1 + config.tile_n / 64))
+        steps = -(-problem.K * size // (problem.G * SWIZZLE_BYTES))
+        out = config.tile_m * config.tile_n * problem.out_dtype.itemsize * (2 if problem.accumulate else 1)
+        tile = steps * _step_seconds(problem, config) + out / _SM_BYTES_PER_SECOND
+        if problem.accumulate and config.tile_n > 128:
+            tile += _ROWS_TURN_SECONDS  # measured: L2's additions come in one burst
+        return -(-tiles // NUM_SMS) * (tile + _TURN_SECONDS * (1 + config.tile_n / 64))
     used = min(problem.G, problem.M)
     rows = -(-problem.M // used)
-    high = -(-rows // config.tile_m)
+    high = -(-rows // (config.tile_m * config.cluster_m))
     wide = -(-problem.N // (config.tile_n * config.cluster_n))
-    turns = -(-used * high * wide // (NUM_SMS // config.cluster_size))
-    size = problem.a_dtype.itemsize
+    clusters = (NUM_SMS if config.cluster_size <= 2 else FOURS_SMS) // config.cluster_size
+    turns = -(-used * high * wide // clusters)
     k_bytes = problem.K * size / config.split
-    tile_rows = min(config.tile_m, -(-rows // WAVE_ROWS) * WAVE_ROWS) if config.schedule == "rows" else config.tile_m
-    reading = config.tile_n * k_bytes / high + config.tile_m / config.cluster_n * k_bytes / 4
-    multiplied = tile_rows * (-(-config.tile_n // 64) * 64) * problem.K / config.split
-    efficiency = {128: 0.70, 256: 0.78}[config.tile_m] if config.schedule == "rows" else 0.5
-    multiply = 2 * multiplied * size / (_SM_FLOPS * efficiency)
-    tile = max(reading / _SM_BYTES_PER_SECOND, multiply) + _TURN_SECONDS * (1 + config.tile_m / 64)
+    reading = config.tile_n / config.cluster_m * k_bytes / high + config.tile_m / config.cluster_n * k_bytes / 4
+    if config.schedule == "rows":
+        live = min(config.tile_m, -(-rows // WAVE_ROWS) * WAVE_ROWS) / config.tile_m
+        multiply = live * -(-k_bytes // SWIZZLE_BYTES) * _step_seconds(problem, config)
+        turn = _ROWS_TURN_SECONDS
+    else:
+        multiply = 2 * config.tile_m * (-(-config.tile_n // 64) * 64) * k_bytes / _SWAPPED_FLOPS
+        multiply = max(multiply, -(-k_bytes // SWIZZLE_BYTES) * _SWAPPED_STEP_SECONDS)
+        turn = _TURN_SECONDS * (1 + config.tile_m / 64)
+    tile = max(reading / _SM_BYTES_PER_SECOND, multiply) + turn
     return turns * tile + _SPLIT_SECONDS * (config.split - 1)
 
 

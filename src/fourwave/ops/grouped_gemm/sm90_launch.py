@@ -15,10 +15,14 @@ from fourwave.backends import cutedsl_cache, guard
 from fourwave.ops.gemm.sm90_launch import ALIGN_BYTES, MAX_PLANS, _num_sms
 from fourwave.ops.grouped_gemm.problem import REDUCTION, GroupedProblem, GroupedTensors
 from fourwave.ops.grouped_gemm.sm90_config import (
+    FOURS_SMS,
+    NUM_SMS,
     HopperGroupedConfig,
     bulk_scales,
     default_config,
+    last_halves,
     promotes,
+    store_columns,
     table_groups,
     why_unsupported,
 )
@@ -44,6 +48,8 @@ class GroupedSpecialisation:
     vector: bool
     wgrad: bool
     accumulate: bool
+    last_halves: bool
+    store_columns: int
 
 
 def specialise(
@@ -55,6 +61,7 @@ def specialise(
         replace(config, band=1), table_groups(problem), problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype,
         problem.bias_dtype, problem.m_sizes_dtype, problem.a_scaling, problem.b_scaling, problem.a_scale_layout == "groups",
         bulk, promotes(problem), vector, problem.split == REDUCTION, problem.accumulate,
+        last_halves(problem, config), store_columns(problem),
     )  # fmt: skip
 
 
@@ -100,16 +107,16 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
             TmaLoader(a_type, config.tile_m, config.tile_k, k_last, config.num_stages, 1),
             TmaLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, 1),
             out_type, spec.accumulate, spec.a_scaling, spec.b_scaling, spec.promote, spec.vector, config.overlap,
-            config.store_columns,
+            spec.store_columns,
         )  # fmt: skip
         out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
     else:
         kernel = sm90.GroupedGemm(
-            config.tile_m // 128, config.tile_n, config.num_stages, config.cluster_n, spec.groups,
+            config.tile_m // 128, config.tile_n, config.num_stages, config.cluster_size, spec.groups,
             TmaLoader(a_type, 128, config.tile_k, True, config.num_stages * (config.tile_m // 128), config.cluster_n),
-            StackedLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, 1),
+            StackedLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, config.cluster_m),
             out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.bulk, spec.promote, spec.vector, config.overlap,
-            config.lag, config.last_halves and config.tile_m > 128, config.store_columns, config.skip,
+            spec.last_halves, spec.store_columns, "m" if config.cluster_m > 1 else "n",
         )  # fmt: skip
         out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
 
@@ -173,7 +180,12 @@ def _executor(spec: GroupedSpecialisation) -> Any:
 def warm_up(problem: GroupedProblem, config: HopperGroupedConfig | None = None) -> None:
     """Have the kernel for `problem` ready, as fourwave.ops.gemm.sm90_launch.warm_up."""
     chosen = _chosen(problem, config)
-    _executor(specialise(problem, chosen, problem.N % (8 if chosen.schedule == "rows" else 4) == 0))
+    _executor(specialise(problem, chosen, problem.N * problem.out_dtype.itemsize % _chunk(problem, chosen) == 0))
+
+
+def _chunk(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
+    """Bytes of out that a thread stores at a time, where rows and their starts are multiples of them."""
+    return ALIGN_BYTES if config.schedule == "rows" else 4 * problem.out_dtype.itemsize
 
 
 @functools.lru_cache(maxsize=4096)
@@ -209,7 +221,7 @@ def run(problem: GroupedProblem, config: HopperGroupedConfig | None, tensors: Gr
         scale_strides = (1, 0, 0)
     stacked = out if problem.split == REDUCTION else b
     strides = (_row_stride(a), _row_stride(b), _matrix_stride(stacked), _row_stride(out))
-    chunk = ALIGN_BYTES if chosen.schedule == "rows" else 4 * out.element_size()
+    chunk = _chunk(problem, chosen)
     size = out.element_size()
     apart = strides[3] * size | (strides[2] * size if stacked is out else 0)
     vector = problem.N * size % chunk == 0 and (out.data_ptr() | apart) % chunk == 0
@@ -243,8 +255,8 @@ def _clusters(problem: GroupedProblem, config: HopperGroupedConfig, num_sms: int
     if problem.split == REDUCTION:
         return min(num_sms, problem.G * -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n))
     if config.cluster_size > 2:
-        num_sms = num_sms * 120 // 132
-    tiles = (problem.M // config.tile_m + min(problem.G, problem.M)) * -(
+        num_sms = num_sms * FOURS_SMS // NUM_SMS
+    tiles = (problem.M // (config.tile_m * config.cluster_m) + min(problem.G, problem.M)) * -(
         -problem.N // (config.tile_n * config.cluster_n)
     )
     return max(1, min(tiles, num_sms // config.cluster_size))

@@ -78,6 +78,12 @@ class SwappedGroupedGemm:
         return WARPGROUP * self.consumers
 
     @property
+    def batch(self) -> int:
+        """k steps whose products are under way together, with promotion: no more than there are stages."""
+        most = 4 if self.tokens <= 16 else 2 if self.tokens <= 64 else 1
+        return most if self.promote and most <= self.num_stages else 1
+
+    @property
     def blocks(self) -> bool:
         return self.a_scaling == "1x128"
 
@@ -223,10 +229,12 @@ class SwappedGroupedGemm:
             own_b = cute.local_tile(read_smem_b, (ROWS, loader_b.tile_k, self.num_stages), (consumer, 0, 0))
             operand_b = mma.make_fragment_A(slice_.partition_A(own_b))
             operand_a = mma.make_fragment_B(slice_.partition_B(smem_a))
-            acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tokens)), Float32)
+            shape = mma.partition_shape_C((ROWS, self.tokens))
+            accs = [cute.make_rmem_tensor(shape, Float32) for _ in range(self.batch)]
+            acc = accs[0]
             total = acc
             if cutlass.const_expr(self.promote):
-                total = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tokens)), Float32)
+                total = cute.make_rmem_tensor(shape, Float32)
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
             release = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
             turn = Int32(0)
@@ -249,12 +257,26 @@ class SwappedGroupedGemm:
                     cells = cute.make_rmem_tensor(2, Int32)
                     for half in cutlass.range_constexpr(2):
                         cells[half] = cutlass.min(cutlass.min(row + 8 * half, N - 1) // CELL - n0 // CELL, 1)
-                    for _ in cutlass.range(k_count, unroll=1):
-                        warpgroup.fence()
-                        cute.arch.mbarrier_wait(full + read.index, read.phase)
-                        mma_block.multiply(mma, acc, operand_b, operand_a, read.index, True)
-                        self.add(acc, total, scales, read.index, empty, cells, lane)
-                        read.advance()
+                    # Few tokens: a step's products take less time than waiting for them. `batch` steps are under way together.
+                    for _ in cutlass.range(k_count // self.batch, unroll=1):
+                        product = mma_block.tiled_mma(loader_b, loader_a, self.tokens)
+                        for u in cutlass.range_constexpr(self.batch):
+                            cute.arch.mbarrier_wait(full + read.index, read.phase)
+                            warpgroup.fence()
+                            mma_block.multiply(product, accs[u], operand_b, operand_a, read.index, True)
+                            read.advance()
+                        for u in cutlass.range_constexpr(self.batch):
+                            self.add(accs[u], total, scales, release.index, empty, cells, lane, self.batch - 1 - u)
+                            release.advance()
+                    if cutlass.const_expr(self.batch > 1):
+                        for _ in cutlass.range(k_count % self.batch, unroll=1):
+                            product = mma_block.tiled_mma(loader_b, loader_a, self.tokens)
+                            cute.arch.mbarrier_wait(full + read.index, read.phase)
+                            warpgroup.fence()
+                            mma_block.multiply(product, acc, operand_b, operand_a, read.index, True)
+                            self.add(acc, total, scales, read.index, empty, cells, lane, 0)
+                            read.advance()
+                            release.advance()
                 else:
                     warpgroup.fence()
                     cute.arch.mbarrier_wait(full + read.index, read.phase)
@@ -302,9 +324,9 @@ class SwappedGroupedGemm:
     @cute.jit
     def add(
         self, acc: cute.Tensor, total: cute.Tensor, scales: cute.Pointer, stage: Int32, empty: cute.Pointer,
-        cells: cute.Tensor, lane: Int32,
+        cells: cute.Tensor, lane: Int32, behind: cutlass.Constexpr,
     ):  # fmt: skip
-        """total += acc * scales, once the products are there; then the stage is free."""
+        """total += acc * scales, once the products are there, but for those of the last `behind` stages; then the stage is free."""
         factors = cute.make_rmem_tensor((2, self.tokens // 4), Float32)
         if cutlass.const_expr(self.blocks):
             base = scales + stage * self.scales.pitch
@@ -320,8 +342,10 @@ class SwappedGroupedGemm:
                         # Where tiles begin at multiples of 16 rows, a thread's two rows share a cell.
                         of = weights[0] if self.rows % 16 == 0 else weights[half]
                         factors[half, 2 * i + c] = pair[c] * of
-        warpgroup.wait_group(0)
+        warpgroup.wait_group(behind)
         self.release(empty + stage)
+        for v in cutlass.range_constexpr(cute.size(acc)):
+            acc[v] = mma_block._pinned(acc[v]) if self.batch > 1 else acc[v]
         for v in cutlass.range_constexpr(cute.size(acc)):
             if cutlass.const_expr(self.blocks):
                 total[v] = total[v] + acc[v] * factors[v // 2 % 2, v // 4 * 2 + v % 2]

@@ -7,12 +7,12 @@ scale_* of tensors; of a's and b's rows (as [M, K], [N, K]); or one for each 128
 out     [G, M, N]; an empty group gives zeros, or the addend
 
 CTA c takes tiles c, c + CTAs, ... of all groups' tiles, group by group. One producer warp and two consumer warpgroups of 64 rows each, as
-in sm90.py. A group's k begin and end anywhere. TMA brings tiles from its first row on, or, where k is contiguous, from the 16 bytes that
+in sm90.py; scales of blocks are copied by the producer and the three warps beside it, one of which takes longer than a step's products. A group's k begin and end anywhere. TMA brings tiles from its first row on, or, where k is contiguous, from the 16 bytes that
 this row is in, with scales of blocks from the block. In a group's first and last tile the consumers overwrite what belongs to its
 neighbours with zeros, of both operands, since zero times a neighbour's NaN is NaN.
 
 Barriers
-  full    1 arrival, which announces TMA's bytes, and with scales two for each of the producer's lanes
+  full    1 arrival, which announces TMA's bytes, and with scales one for each lane of the four warps that copy them
   empty   of each consumer warp
   named   BOTH: of both consumers, when they have written zeros
 """
@@ -32,11 +32,11 @@ from fourwave.blocks.cutedsl.loaders import TmaLoader
 from fourwave.blocks.cutedsl.mma import WARPGROUP
 from fourwave.blocks.cutedsl.rows_store import RowsStore
 from fourwave.blocks.cutedsl.schedule import tile_of
-from fourwave.blocks.cutedsl.stacked import BlockScales
 
 TILE_M = 128
 ROWS = 64  # of a consumer
 BOTH = 4  # a named barrier
+LANES = 32
 LINE = 128  # bytes of a tile's row in shared memory, of its k or of 64 of its rows
 SMEM_ALIGN = 1024
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
@@ -62,11 +62,16 @@ class GroupedWgrad:
     promote: bool
     vector: bool
     overlap: bool
-    store_columns: int = 0
+    store_columns: int = 64
 
     @property
     def blocks(self) -> bool:
         return self.a_scaling == "1x128"
+
+    @property
+    def ahead(self) -> bool:
+        """Whether there are registers for the scales of a thread's columns beside the sums."""
+        return self.tile_n <= 128
 
     @property
     def step(self) -> int:
@@ -76,12 +81,9 @@ class GroupedWgrad:
         return 128 // self.loader_a.dtype.width if self.loader_a.k_contiguous else 1  # type: ignore[attr-defined]
 
     @property
-    def scales_a(self) -> BlockScales:
-        return BlockScales(TILE_M, 0)
-
-    @property
-    def scales_b(self) -> BlockScales:
-        return BlockScales(self.tile_n, 0)
+    def turns_b(self) -> int:
+        """Scales of b's rows that a lane of the four warps copies for a stage."""
+        return -(-self.tile_n // WARPGROUP)
 
     @property
     def writer(self) -> RowsStore:
@@ -130,10 +132,10 @@ class GroupedWgrad:
             a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
             b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, cute.cosize(layout_b)], SMEM_ALIGN]
             scales_a: cute.struct.Align[
-                cute.struct.MemRange[Float32, self.num_stages * self.scales_a.pitch if self.blocks else 4], 16
+                cute.struct.MemRange[Float32, self.num_stages * TILE_M if self.blocks else 4], 16
             ]
             scales_b: cute.struct.Align[
-                cute.struct.MemRange[Float32, self.num_stages * self.scales_b.pitch if self.blocks else 4], 16
+                cute.struct.MemRange[Float32, self.num_stages * self.tile_n if self.blocks else 4], 16
             ]
             out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, 8 * writer.elements], 16]
 
@@ -145,7 +147,7 @@ class GroupedWgrad:
         scales_a, scales_b = storage.scales_a.data_ptr(), storage.scales_b.data_ptr()
         if thread == 0:
             for i in cutlass.range_constexpr(self.num_stages):
-                cute.arch.mbarrier_init(full + i, 65 if self.blocks else 1)
+                cute.arch.mbarrier_init(full + i, 1 + WARPGROUP if self.blocks else 1)
                 cute.arch.mbarrier_init(empty + i, 8)
         cute.arch.mbarrier_init_fence()
         if warp == 0:
@@ -166,6 +168,12 @@ class GroupedWgrad:
         if warpgroup_index == 0:
             # Producer.
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if cutlass.const_expr(self.blocks):
+                if warp > 0:
+                    self.bring_scales(
+                        tile, num_tiles, ctas, per_group, tiles_m, tiles_n, band, M, N, K, row_end, full, empty, scale_a, scale_b,
+                        scales_a, scales_b, warp, lane,
+                    )  # fmt: skip
             if warp == 0:
                 write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
                 while tile < num_tiles:
@@ -178,9 +186,7 @@ class GroupedWgrad:
                     shared_b, global_b = loader_b.partition(
                         tma_b, cute.domain_offset((n_tile * self.tile_n, first), coordinates_b), smem_b, 0
                     )
-                    k_blocks = cute.ceil_div(K, 128)
-                    places_a = self.scales_a.places(m_tile * TILE_M, M, Int32(0), k_blocks, first // 128, lane)
-                    places_b = self.scales_b.places(n_tile * self.tile_n, N, Int32(0), k_blocks, first // 128, lane)
+                    places = self.places(m_tile, n_tile, M, N, K, first, warp, lane)
                     for k in cutlass.range(steps, unroll=1):
                         cute.arch.mbarrier_wait(empty + write.index, write.phase)
                         barrier = full + write.index
@@ -191,11 +197,8 @@ class GroupedWgrad:
                         cute.copy(tma_a, global_a[(None, 0, k)], shared_a[(None, write.index)], tma_bar_ptr=barrier)
                         cute.copy(tma_b, global_b[(None, 0, k)], shared_b[(None, write.index)], tma_bar_ptr=barrier)
                         if cutlass.const_expr(self.blocks):
-                            self.scales_a.copy(
-                                scales_a, write.index, scale_a, places_a, k, scale_a, Int32(0), barrier, lane
-                            )
-                            self.scales_b.copy(
-                                scales_b, write.index, scale_b, places_b, k, scale_b, Int32(0), barrier, lane
+                            self.copy_scales(
+                                scale_a, scale_b, scales_a, scales_b, write.index, places, k, barrier, warp, lane
                             )
                         write.advance()
                     tile += ctas
@@ -225,9 +228,15 @@ class GroupedWgrad:
                 first, steps, end = self.span(row_end, g)
                 start = groups.start_of(row_end, g)
                 total.fill(0.0)
+                row, n0 = m_tile * TILE_M + consumer * ROWS, n_tile * self.tile_n
                 released = read.index
+                ready = cute.arch.mbarrier_test_wait(full + read.index, read.phase)
                 for k in cutlass.range(steps, unroll=1):
-                    cute.arch.mbarrier_wait(full + read.index, read.phase)
+                    if cutlass.const_expr(self.promote):
+                        if not ready:
+                            cute.arch.mbarrier_wait(full + read.index, read.phase)
+                    else:
+                        cute.arch.mbarrier_wait(full + read.index, read.phase)
                     low = cutlass.max(start - (first + k * tile_k), 0)
                     high = cutlass.min(end - (first + k * tile_k), tile_k)
                     if (low > 0) | (high < tile_k):
@@ -238,7 +247,16 @@ class GroupedWgrad:
                     warpgroup.fence()
                     if cutlass.const_expr(self.promote):
                         self.issue(mma, acc, operand_a, operand_b, read.index, True)
-                        self.add(acc, total, scales_a, scales_b, read.index, empty, consumer, thread)
+                        rows, columns = self.load_factors(scales_a, scales_b, read.index, consumer, thread)
+                        warpgroup.wait_group(0)
+                        if cutlass.const_expr(self.ahead):
+                            self.release(empty + read.index)
+                        after = read.clone()
+                        after.advance()
+                        ready = cute.arch.mbarrier_test_wait(full + after.index, after.phase)
+                        self.add(acc, total, rows, columns, scales_b, read.index, thread)
+                        if cutlass.const_expr(not self.ahead):
+                            self.release(empty + read.index)
                     else:
                         self.issue(mma, acc, operand_a, operand_b, read.index, False)
                         warpgroup.wait_group(1)
@@ -255,7 +273,6 @@ class GroupedWgrad:
                     alpha = alpha * scale_a[0]
                 if cutlass.const_expr(self.b_scaling == "tensor"):
                     alpha = alpha * scale_b[0]
-                row = m_tile * TILE_M + consumer * ROWS
                 factors = cute.make_rmem_tensor(2, Float32)
                 factors.fill(alpha)
                 if cutlass.const_expr(self.a_scaling == "row"):
@@ -265,9 +282,58 @@ class GroupedWgrad:
                 if row < M:
                     writer.store(
                         total, 0, ROWS * self.tile_n // WARPGROUP, out + g * out_matrix, out_stride, row, M,
-                        n_tile * self.tile_n, N, factors, scale_b, out, thread, buffer,
+                        n0, N, factors, scale_b, out, thread, buffer,
                     )  # fmt: skip
                 tile += ctas
+
+    @cute.jit
+    def bring_scales(
+        self, tile: Int32, num_tiles: Int32, ctas: Int32, per_group: Int32, tiles_m: Int32, tiles_n: Int32, band: Int32, M: Int32,
+        N: Int32, K: Int32, row_end: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, scale_a: cute.Pointer,
+        scale_b: cute.Pointer, scales_a: cute.Pointer, scales_b: cute.Pointer, warp: Int32, lane: Int32,
+    ):  # fmt: skip
+        """A warp's share of the scales of all stages, beside the producer's."""
+        write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
+        while tile < num_tiles:
+            g = tile // per_group
+            m_tile, n_tile = tile_of(tile - g * per_group, tiles_m, tiles_n, band, "m")
+            first, steps, _ = self.span(row_end, g)
+            places = self.places(m_tile, n_tile, M, N, K, first, warp, lane)
+            for k in cutlass.range(steps, unroll=1):
+                cute.arch.mbarrier_wait(empty + write.index, write.phase)
+                self.copy_scales(
+                    scale_a, scale_b, scales_a, scales_b, write.index, places, k, full + write.index, warp, lane
+                )
+                write.advance()
+            tile += ctas
+
+    @cute.jit
+    def places(
+        self, m_tile: Int32, n_tile: Int32, M: Int32, N: Int32, K: Int32, first: Int32, warp: Int32, lane: Int32
+    ):
+        """Where the scales of this lane's rows of a and of b are, at the tile's first block: row 32 warp + lane, and each 128th after it."""
+        k_blocks = cute.ceil_div(K, 128)
+        places = cute.make_rmem_tensor(1 + self.turns_b, Int32)
+        own = LANES * warp + lane
+        places[0] = cutlass.min(m_tile * TILE_M + own, M - 1) * k_blocks + first // 128
+        for i in cutlass.range_constexpr(self.turns_b):
+            places[1 + i] = cutlass.min(n_tile * self.tile_n + own + WARPGROUP * i, N - 1) * k_blocks + first // 128
+        return places
+
+    @cute.jit
+    def copy_scales(
+        self, scale_a: cute.Pointer, scale_b: cute.Pointer, scales_a: cute.Pointer, scales_b: cute.Pointer, stage: Int32,
+        places: cute.Tensor, k: Int32, barrier: cute.Pointer, warp: Int32, lane: Int32,
+    ):  # fmt: skip
+        own = LANES * warp + lane
+        groups.copy_word(scales_a + (stage * TILE_M + own), scale_a + (places[0] + k))
+        for i in cutlass.range_constexpr(self.turns_b):
+            target = scales_b + (stage * self.tile_n + own + WARPGROUP * i)
+            if cutlass.const_expr(WARPGROUP * (i + 1) <= self.tile_n):
+                groups.copy_word(target, scale_b + (places[1 + i] + k))
+            elif own + WARPGROUP * i < self.tile_n:
+                groups.copy_word(target, scale_b + (places[1 + i] + k))
+        cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
     @cute.jit
     def span(self, row_end: cute.Pointer, g: Int32):
@@ -328,26 +394,41 @@ class GroupedWgrad:
                     cute.autovec_copy(zeros, chunk)
 
     @cute.jit
-    def add(
-        self, acc: cute.Tensor, total: cute.Tensor, scales_a: cute.Pointer, scales_b: cute.Pointer, stage: Int32,
-        empty: cute.Pointer, consumer: Int32, thread: Int32,
+    def load_factors(
+        self, scales_a: cute.Pointer, scales_b: cute.Pointer, stage: Int32, consumer: Int32, thread: Int32
     ):  # fmt: skip
-        """total += acc * scales, once the products are there; then the stage is free."""
+        """Scales of a thread's two rows and, where there are registers (`ahead`), of its columns."""
         rows = cute.make_rmem_tensor(2, Float32)
-        columns = cute.make_rmem_tensor(self.tile_n // 4, Float32)
+        columns = cute.make_rmem_tensor(self.tile_n // 4 if self.ahead else 2, Float32)
         if cutlass.const_expr(self.blocks):
-            own = scales_a + (stage * self.scales_a.pitch + consumer * ROWS + thread // 32 * 16 + thread % 32 // 4)
+            own = scales_a + (stage * TILE_M + consumer * ROWS + thread // 32 * 16 + thread % 32 // 4)
             for i in cutlass.range_constexpr(2):
                 rows[i] = (own + 8 * i)[0]
-            for i in cutlass.range_constexpr(self.tile_n // 8):
-                pair = cute.make_rmem_tensor(2, Float32)
-                source = (scales_b + (stage * self.scales_b.pitch + 8 * i + thread % 4 * 2)).align(8)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
-                columns[2 * i], columns[2 * i + 1] = pair[0], pair[1]
-        warpgroup.wait_group(0)
-        self.release(empty + stage)
-        for v in cutlass.range_constexpr(cute.size(acc)):
+            if cutlass.const_expr(self.ahead):
+                for i in cutlass.range_constexpr(self.tile_n // 8):
+                    columns[2 * i], columns[2 * i + 1] = self.pair(scales_b, stage, i, thread)
+        return rows, columns
+
+    @cute.jit
+    def pair(self, scales_b: cute.Pointer, stage: Int32, i: cutlass.Constexpr, thread: Int32):
+        """Scales of a thread's two columns among 8, the i-th ones."""
+        pair = cute.make_rmem_tensor(2, Float32)
+        source = (scales_b + (stage * self.tile_n + 8 * i + thread % 4 * 2)).align(8)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
+        return pair[0], pair[1]
+
+    @cute.jit
+    def add(
+        self, acc: cute.Tensor, total: cute.Tensor, rows: cute.Tensor, columns: cute.Tensor, scales_b: cute.Pointer, stage: Int32,
+        thread: Int32,
+    ):  # fmt: skip
+        """total += acc * scales."""
+        for i in cutlass.range_constexpr(cute.size(acc) // 4):  # 8 columns
             if cutlass.const_expr(self.blocks):
-                total[v] = total[v] + acc[v] * rows[v // 2 % 2] * columns[v // 4 * 2 + v % 2]
+                own = (columns[2 * i], columns[2 * i + 1]) if self.ahead else self.pair(scales_b, stage, i, thread)
+                for v in cutlass.range_constexpr(4):
+                    at = 4 * i + v
+                    total[at] = total[at] + acc[at] * rows[v // 2] * own[v % 2]
             else:
-                total[v] = total[v] + acc[v]
+                for v in cutlass.range_constexpr(4):
+                    total[4 * i + v] = total[4 * i + v] + acc[4 * i + v]
