@@ -1,6 +1,6 @@
 """Draw the losses of several runs of examples/pretrain.py that differ in their seed: the mean over the seeds, and each seed lightly.
 
-python bench/plot_pretrain.py bench/records/h200_pretrain_small.json docs/pretrain_small_h200.png
+python bench/plot_pretrain.py bench/records/h200_pretrain_small.json docs/pretrain_small_h200.png --recipes bf16,fp8,mxfp8,mxfp4
 """
 
 import argparse
@@ -30,10 +30,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path)
     parser.add_argument("image", type=Path)
+    parser.add_argument("--recipes", help="of those of the record; default all")
     args = parser.parse_args()
     runs = json.loads(args.record.read_text())["runs"]
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained", width_ratios=(1, 1.2))
-    for number, recipe in enumerate(runs[0]["losses"]):
+    for number, recipe in enumerate(args.recipes.split(",") if args.recipes else runs[0]["losses"]):
         curves = [run["losses"][recipe] for run in runs]
         mean = [sum(values) / len(values) for values in zip(*curves, strict=True)]
         for part, first in zip(axes, (0, len(mean) // 2), strict=True):

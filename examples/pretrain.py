@@ -4,11 +4,11 @@
     python examples/pretrain.py --size small --steps 1000 --device cuda --out losses.json --plot losses.png
     python examples/pretrain.py --moe --recipes bf16,mxfp8             # 4 experts of which 2 see each token
 
-Every recipe starts from the same weights and sees the same data. Recipes: bf16 (unquantized), fp8 (delayed scaling, e4m3 forward
-and e5m2 gradients), fp8long (a longer history), fp8e4m3 (e4m3 gradients), current, block, mxfp8, mxfp4 (backward pass in mxfp8), mxfp4all; fp32 (all in float32) tells how far two runs
-without quantization are apart. Embedding, attention, router and the last layer stay in bfloat16. The learning rate falls to zero, and
-what is compared is the loss of the trained model, under its recipe, on files that it has not seen. On a GPU a step is captured in a
-CUDA graph. --plot needs matplotlib.
+Every recipe starts from the same weights and sees the same data. Recipes: bf16 (unquantized), fp8 (e4m3 forward and e5m2 gradients,
+scales from each tensor), delayed (scales from earlier steps, 16 of them), delayed_1024, delayed_e4m3 (e4m3 gradients), block, mxfp8,
+mxfp4 (backward pass in mxfp8), mxfp4all; fp32 (all in float32) tells how far two runs without quantization are apart. Embedding,
+attention, router and the last layer stay in bfloat16. The learning rate falls to zero, and what is compared is the loss of the trained
+model, under its recipe, on files that it has not seen. On a GPU a step is captured in a CUDA graph. --plot needs matplotlib.
 
 Two things beside Llama's let runs differ by precision, not by luck: each position also sees the byte before it, so that copying from
 earlier text takes one layer instead of two, which find each other sooner or later (docs/training.md), and queries and keys are normalized.
@@ -34,10 +34,10 @@ import fourwave as fw
 RECIPES = {
     "fp32": fw.recipes.Unquantized(),
     "bf16": fw.recipes.Unquantized(),
-    "fp8": fw.recipes.DelayedScaling(amax_history_len=16),
-    "fp8long": fw.recipes.DelayedScaling(amax_history_len=1024),
-    "fp8e4m3": fw.recipes.DelayedScaling("e4m3", amax_history_len=16),
-    "current": fw.recipes.CurrentScaling(),
+    "fp8": fw.recipes.CurrentScaling(),
+    "delayed": fw.recipes.DelayedScaling(amax_history_len=16),
+    "delayed_1024": fw.recipes.DelayedScaling(),
+    "delayed_e4m3": fw.recipes.DelayedScaling("e4m3", amax_history_len=16),
     "block": fw.recipes.BlockScaling(),
     "mxfp8": fw.recipes.MXFP8(),
     "mxfp4": fw.recipes.MXFP4(),

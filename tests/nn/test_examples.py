@@ -37,15 +37,25 @@ def pretrain() -> Any:
 
 def test_dense(tmp_path: Path) -> None:
     text, record = run(
-        tmp_path, "--steps", "12", "--every", "0", "--recipes", "bf16,fp8,mxfp8", "--held-out", "20000", "--lr", "3e-3"
+        tmp_path,
+        "--steps",
+        "12",
+        "--every",
+        "0",
+        "--recipes",
+        "bf16,fp8,delayed,mxfp8",
+        "--held-out",
+        "20000",
+        "--lr",
+        "3e-3",
     )
     losses = record["losses"]
-    assert list(losses) == ["bf16", "fp8", "mxfp8"] and "of bf16" in text
+    assert list(losses) == ["bf16", "fp8", "delayed", "mxfp8"] and "of bf16" in text
     for name, values in losses.items():
         assert len(values) == 12 and values[-1] < values[0] - 0.5, (name, values)
         # The same start and data: quantization moves the first loss by less than 1%.
         assert abs(values[0] / losses["bf16"][0] - 1) < 0.01
-    assert losses["fp8"] != losses["bf16"] != losses["mxfp8"]
+    assert len({tuple(values) for values in losses.values()}) == 4
     # The model has learnt what it has not seen, and is compared by that.
     held_out = record["held_out"]
     for name, loss in held_out.items():
@@ -54,6 +64,22 @@ def test_dense(tmp_path: Path) -> None:
     # The same seed gives the same run.
     _, again = run(tmp_path, "--steps", "2", "--every", "0", "--recipes", "mxfp8", "--held-out", "9000", "--lr", "3e-3")
     assert again["losses"]["mxfp8"][0] == losses["mxfp8"][0] and again["bytes_held_out"] == 9000
+
+
+def test_what_cannot_be_written_is_told_before_training(
+    tmp_path: Path, pretrain: Any, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(pretrain, "library_source", lambda *_: pytest.fail("it trains"))
+    monkeypatch.setattr(pretrain.importlib.util, "find_spec", lambda name: None)
+    for option, path, says in (
+        ("--out", tmp_path / "none" / "x.json", "there is no folder"),
+        ("--plot", tmp_path / "none" / "x.png", "there is no folder"),
+        ("--plot", tmp_path / "x.png", "--plot needs matplotlib"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["pretrain.py", option, str(path)])
+        with pytest.raises(SystemExit):
+            pretrain.main()
+        assert says in capsys.readouterr().err
 
 
 def test_held_out_text_is_not_trained_on(pretrain: Any) -> None:
