@@ -12,7 +12,7 @@ import torch
 
 from fourwave.backends import guard
 from fourwave.backends.base import Backend, Description
-from fourwave.ops.gemm import sm90_decoded, sm90_launch, sm90_one_group
+from fourwave.ops.gemm import sm90_decoded, sm90_launch, sm90_one_group, sm90_rescaled
 
 if TYPE_CHECKING:
     from fourwave.ops.gemm.config import GemmConfig
@@ -85,7 +85,7 @@ class HopperBackend(Backend):
             return f"the current device is a {torch.cuda.get_device_name()}; there are kernels for Hopper"
         if sm90_one_group.takes(problem):
             return sm90_one_group.why_unsupported(problem, config)  # type: ignore[arg-type]
-        return sm90_decoded.why_unsupported(problem, config)  # type: ignore[arg-type]
+        return sm90_rescaled.why_unsupported(problem, config)  # type: ignore[arg-type]
 
     def why_not_automatic(self, problem: GemmProblem) -> str | None:
         from fourwave.ops.gemm import sm90_config
@@ -99,11 +99,17 @@ class HopperBackend(Backend):
             told = self.describe_grouped_gemm(grouped, config)  # type: ignore[arg-type]
             return replace(told, reasons=["the grouped weight gradient's kernel, as one group", *told.reasons])
         plain = sm90_decoded.plain_problem(problem)
+        multiplied = sm90_rescaled.fp8_problem(problem, config) or plain or problem  # type: ignore[arg-type]
         reasons = ["config given by the caller"]
         chosen: object = config
         if config is None:
-            chosen, reasons = default_config(plain or problem)
-        if plain is not None:
+            if plain is multiplied:
+                chosen, reasons = sm90_decoded.chosen_config(problem, plain)
+            else:
+                chosen, reasons = default_config(multiplied)
+        if sm90_rescaled.is_pair(problem):
+            reasons = [*sm90_rescaled.describe(problem, config), *reasons]  # type: ignore[arg-type]
+        elif plain is not None:
             reasons = [*sm90_decoded.describe(problem), *reasons]
         schedule = getattr(chosen, "schedule", None)
         kernel = f"sm90_{schedule}" if schedule in ("swapped", "streamed") else "sm90"
@@ -119,6 +125,8 @@ class HopperBackend(Backend):
     def _run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         if sm90_one_group.takes(problem):
             return sm90_one_group.run(problem, config, tensors)  # type: ignore[arg-type]
+        if sm90_rescaled.fp8_problem(problem, config) is not None:  # type: ignore[arg-type]
+            return sm90_rescaled.run(problem, config, tensors)  # type: ignore[arg-type]
         if sm90_decoded.decodes(problem):
             return sm90_decoded.run(problem, config, tensors)  # type: ignore[arg-type]
         return sm90_launch.run(problem, config, tensors)  # type: ignore[arg-type]
@@ -126,6 +134,8 @@ class HopperBackend(Backend):
     def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         if sm90_one_group.takes(problem):
             return sm90_one_group.copies(problem, config, tensors)  # type: ignore[arg-type]
+        if sm90_rescaled.fp8_problem(problem, config) is not None:  # type: ignore[arg-type]
+            return sm90_rescaled.copies(problem, config, tensors)  # type: ignore[arg-type]
         if sm90_decoded.decodes(problem):
             return sm90_decoded.copies(problem, config, tensors)  # type: ignore[arg-type]
         return sm90_launch.copies(problem, config, tensors)  # type: ignore[arg-type]

@@ -105,12 +105,14 @@ class Gemm:
 
     def __init__(
         self, geo: Geometry, loader_a: TmaLoader, loader_b: TmaLoader, epilogue: Epilogue, a_scaling: str | None,
-        b_scaling: str | None, promote: bool, overlap: bool, bias_grad_dtype: type | None = None,
+        b_scaling: str | None, promote: bool, overlap: bool, bias_grad_dtype: type | None = None, runs_when: int | None = None,
     ):  # fmt: skip
         """*_scaling: None, "tensor" (one scale) or "row"; or "1x128" of a with "128x128" of b, and `promote`.
 
         bias_grad_dtype: of the sums of a, or None. They are added to what is there where out is.
+        runs_when: of GuardedGemm
         """
+        self.runs_when = runs_when
         self.bias_grad_dtype = bias_grad_dtype
         self.geo, self.loader_a, self.loader_b, self.epilogue = geo, loader_a, loader_b, epilogue
         self.a_scaling, self.b_scaling, self.promote, self.overlap = a_scaling, b_scaling, promote, overlap
@@ -169,7 +171,7 @@ class Gemm:
         group: width of a band of clusters, see tile_of."""
         self.start(
             a, b, out, bias, scale_a, scale_b, M, N, K, a_stride, b_stride, out_stride, alpha, num_clusters, group, stream,
-            None, None, None, None, None, None,
+            None, None, None, None, None, None, None,
         )  # fmt: skip
 
     @cute.jit
@@ -177,7 +179,7 @@ class Gemm:
         self, a: cute.Pointer, b: cute.Pointer, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer,
         scale_b: cute.Pointer, M: Int32, N: Int32, K: Int32,
         a_stride: Int64, b_stride: Int64, out_stride: Int64, alpha: Float32, num_clusters: Int32, group: Int32,
-        stream: cuda.CUstream, z, bias_grad, out_scale, out_amax, z_stride, z_distance,
+        stream: cuda.CUstream, z, bias_grad, out_scale, out_amax, z_stride, z_distance, guard,
     ):  # fmt: skip
         geo = self.geo
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
@@ -203,7 +205,7 @@ class Gemm:
             )
         self.kernel(
             tma_a, coordinates_a, tma_b, coordinates_b, tma_out, coordinates_out, *scale_tma, bias, scale_a, scale_b,
-            M, N, K, alpha, group, tma_z, coordinates_z, bias_grad, out_scale, out_amax,
+            M, N, K, alpha, group, tma_z, coordinates_z, bias_grad, out_scale, out_amax, guard,
         ).launch(
             grid=(num_clusters * geo.cluster_m * geo.cluster_n, 1, 1),
             block=(geo.threads, 1, 1),
@@ -218,7 +220,7 @@ class Gemm:
         self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
         tma_out: cute.CopyAtom, coordinates_out: cute.Tensor, tma_sa, coordinates_sa, tma_sb, coordinates_sb,
         bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, M: Int32, N: Int32, K: Int32, alpha: Float32,
-        group: Int32, tma_z, coordinates_z, bias_grad, out_scale, out_amax,
+        group: Int32, tma_z, coordinates_z, bias_grad, out_scale, out_amax, guard,
     ):  # fmt: skip
         geo, loader_a, loader_b, epilogue = self.geo, self.loader_a, self.loader_b, self.epilogue
         thread = cute.arch.thread_idx()[0]
@@ -289,6 +291,10 @@ class Gemm:
         pipeline.pipeline_init_wait(cluster_shape_mn=(geo.cluster_m, geo.cluster_n))
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(self.runs_when is not None):
+            # Read behind the wait: also so that this grid does not end before the one that the next one, too, depends on.
+            if guard[0] != self.runs_when:
+                num_tiles = Int32(0)
 
         warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
         producer_registers, consumer_registers = REGISTERS[geo.consumers]
@@ -500,5 +506,22 @@ class GemmWithOutputs(Gemm):
         """As Gemm.__call__; z_distance: elements between the halves of z (swiglu); out_scale: its bits."""
         self.start(
             a, b, out, bias, scale_a, scale_b, M, N, K, a_stride, b_stride, out_stride, alpha, num_clusters, group, stream,
-            z, bias_grad, out_scale, out_amax, z_stride, z_distance,
+            z, bias_grad, out_scale, out_amax, z_stride, z_distance, None,
+        )  # fmt: skip
+
+
+class GuardedGemm(Gemm):
+    """A Gemm that does nothing unless the word at `guard`, which the kernels before it leave there, is `runs_when`."""
+
+    @cute.jit
+    def __call__(
+        self, a: cute.Pointer, b: cute.Pointer, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer,
+        scale_b: cute.Pointer, M: Int32, N: Int32, K: Int32,
+        a_stride: Int64, b_stride: Int64, out_stride: Int64, alpha: Float32, num_clusters: Int32, group: Int32,
+        guard: cute.Pointer, stream: cuda.CUstream,
+    ):  # fmt: skip
+        """As Gemm.__call__."""
+        self.start(
+            a, b, out, bias, scale_a, scale_b, M, N, K, a_stride, b_stride, out_stride, alpha, num_clusters, group, stream,
+            None, None, None, None, None, None, guard,
         )  # fmt: skip

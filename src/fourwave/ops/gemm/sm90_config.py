@@ -662,7 +662,7 @@ def _listed(problem: GemmProblem, config: HopperConfig) -> HopperConfig:
     return next(iter(same or tiles), config)
 
 
-def _rate(problem: GemmProblem, config: HopperConfig) -> float:
+def _rate(problem: GemmProblem, config: HopperConfig, few_bits: bool) -> float:
     if problem.a_scaling == "1x128":
         return _BLOCK_RATES[config.tile_m, config.tile_n, config.cluster_m, config.cluster_n]
     config = _listed(problem, config)
@@ -679,6 +679,8 @@ def _rate(problem: GemmProblem, config: HopperConfig) -> float:
         return 1.02 if drift > _DRIFT_VOLUMES[1] else 0.97
     if config in (SQUARE, LONG) and drift > _DRIFT_VOLUMES[0]:
         return 0.8
+    if config in (SQUARE, LONG) and few_bits:
+        return 0.85 if volume >= _SQUARE_VOLUME else 0.92
     if config == SQUARE:
         return 1.01 if short else 0.97
     if config == LONG:
@@ -736,7 +738,7 @@ def _streamed_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float
     return seconds, turns
 
 
-def _seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
+def _seconds(problem: GemmProblem, config: HopperConfig, few_bits: bool) -> tuple[float, int]:
     """(modelled time of the busiest CTA, its tiles)."""
     if config.schedule == "swapped":
         return _swapped_seconds(problem, config)
@@ -745,7 +747,7 @@ def _seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
     per_cta = -(-cluster_tiles(problem, config) // clusters(config))
     area = config.tile_m * config.tile_n
     k_steps = -(-problem.K // config.tile_k)
-    multiply = 2 * area * k_steps * config.tile_k / (_SM_FLOPS * _rate(problem, config))
+    multiply = 2 * area * k_steps * config.tile_k / (_SM_FLOPS * _rate(problem, config, few_bits))
     store = _STORE_SECONDS * area / (256 * 128)
     # Pingpong hides every store but the last behind the other warpgroup's products.
     stores = per_cta if config.schedule == "cooperative" else 1
@@ -753,12 +755,16 @@ def _seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def default_config(problem: GemmProblem) -> tuple[HopperConfig, list[str]]:
-    """The candidate of least modelled time, and why."""
+def default_config(problem: GemmProblem, few_bits: bool = False) -> tuple[HopperConfig, list[str]]:
+    """The candidate of least modelled time, and why.
+
+    few_bits  an operand's values were MX codes: such products need less power, so the chip is not at its limit, and CTAs of small tiles
+              drift apart (0.62 to 0.93 of WIDE's rate on one H200)
+    """
     tiles = candidates(problem)
     # Few rows leave the others' matrix units idle, whatever their model, which knows no memory, says.
     tiles = tuple(config for config in tiles if config.few_rows) or tiles
-    modelled = {config: _seconds(problem, config) for config in tiles}
+    modelled = {config: _seconds(problem, config, few_bits) for config in tiles}
     best = min(modelled, key=lambda config: modelled[config][0])
     seconds, per_cta = modelled[best]
     reasons = [f"least modelled time of {len(modelled)} tiles: {seconds * 1e6:.1f} us, {per_cta} tiles per CTA"]

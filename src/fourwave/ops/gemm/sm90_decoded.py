@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -74,6 +74,11 @@ def plain_problem(problem: GemmProblem) -> GemmProblem | None:
     return None
 
 
+def chosen_config(problem: GemmProblem, plain: GemmProblem) -> tuple[HopperConfig, list[str]]:
+    """The configuration of `plain` where none is given, and why."""
+    return sm90_config.default_config(plain, "1x32" in (problem.a_scaling, problem.b_scaling))
+
+
 def decoded_operands(problem: GemmProblem, plain: GemmProblem) -> list[str]:
     """Names of those that are written anew for `plain`."""
     return [name for name in "ab" if getattr(problem, f"{name}_dtype") != getattr(plain, f"{name}_dtype")]
@@ -102,19 +107,14 @@ def describe(problem: GemmProblem) -> list[str]:
 
 def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors) -> list[str]:
     """As sm90_launch.run, on the current device."""
-    plain = plain_problem(problem)
-    if plain is None:
-        raise NotImplementedError(why_unsupported(problem, config))
+    plain, config, operands = prepared(problem, config)
     notes: list[str] = []
     if problem.b_preshuffled and not plain.b_preshuffled:
-        assert tensors.b_scale is not None
-        scale = unshuffle_scale(tensors.b_scale)[:, : problem.K // BLOCK].contiguous()
-        tensors = tensors._replace(b=unshuffle_codes(tensors.b), b_scale=scale)
-        problem = replace(problem, b_preshuffled=False)
+        problem, tensors = unshuffled(problem, tensors)
         notes = [UNSHUFFLED]
     used = tensors
-    for name in decoded_operands(problem, plain):
-        t = decoded(Operand.of(problem, name), getattr(tensors, name), getattr(tensors, f"{name}_scale"))
+    for name, operand in operands:
+        t = decoded(operand, getattr(tensors, name), getattr(tensors, f"{name}_scale"))
         changes: dict[str, Any] = {name: t, f"{name}_scale": None}
         used = used._replace(**changes)
     a, b = used.a, used.b
@@ -129,6 +129,34 @@ def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors)
     return notes
 
 
+class Prepared(NamedTuple):
+    """What `run` needs to know of a problem: `plain_problem`, its configuration, and what is written anew, by name."""
+
+    plain: GemmProblem
+    config: HopperConfig | None
+    operands: tuple[tuple[str, Operand], ...]
+
+
+@functools.lru_cache(maxsize=sm90_launch.MAX_PLANS)
+def prepared(problem: GemmProblem, config: HopperConfig | None) -> Prepared:
+    """Raises NotImplementedError where there is no plain_problem."""
+    plain = plain_problem(problem)
+    if plain is None:
+        raise NotImplementedError(why_unsupported(problem, config))
+    if config is None and sm90_config.why_unsupported(plain, None) is None:
+        config = chosen_config(problem, plain)[0]
+    operands = tuple((name, Operand.of(problem, name)) for name in decoded_operands(problem, plain))
+    return Prepared(plain, config, operands)
+
+
+def unshuffled(problem: GemmProblem, tensors: GemmTensors) -> tuple[GemmProblem, GemmTensors]:
+    """With b, that is preshuffled MXFP4, in plain order."""
+    assert tensors.b_scale is not None
+    scale = unshuffle_scale(tensors.b_scale)[:, : problem.K // BLOCK].contiguous()
+    tensors = tensors._replace(b=unshuffle_codes(tensors.b), b_scale=scale)
+    return replace(problem, b_preshuffled=False), tensors
+
+
 @functools.lru_cache(maxsize=sm90_launch.MAX_PLANS)
 def _sums_problem(problem: GemmProblem, k: int, n: int) -> GemmProblem:
     return GemmProblem(
@@ -141,6 +169,7 @@ def copies(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTenso
     """What `run` would note about copies."""
     plain = plain_problem(problem)
     assert plain is not None
+    config = config or chosen_config(problem, plain)[0]
     for name in decoded_operands(problem, plain):
         changes: dict[str, Any] = {name: Operand.of(problem, name).target("meta"), f"{name}_scale": None}
         tensors = tensors._replace(**changes)

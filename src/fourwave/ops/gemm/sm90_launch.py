@@ -7,7 +7,7 @@ import functools
 import struct
 import threading
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,16 +53,29 @@ class Specialisation:
     bias_grad_dtype: torch.dtype | None
     more_outputs: bool
     shuffled: bool
+    runs_when: int | None = None  # Guard's
 
 
-def specialise(problem: GemmProblem, config: HopperConfig, vector: bool = True) -> Specialisation:
+class Guard(NamedTuple):
+    """A product that does nothing unless `flag` [1] int32, on the device, is runs_when when its turn comes: of a tiled kernel, without
+    accumulation, and with no output but out, whose rows need no copy."""
+
+    flag: torch.Tensor
+    runs_when: int
+
+
+def specialise(
+    problem: GemmProblem, config: HopperConfig, vector: bool = True, runs_when: int | None = None
+) -> Specialisation:
     """vector: rows of out and their starts allow stores of 4 elements; only a swapped tile cares."""
+    if runs_when is not None:
+        assert not (config.few_rows or problem.accumulate or more_outputs(problem))
     single = config.few_rows and single_tile(problem, config)
     return Specialisation(
         replace(config, group=1), problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype, problem.bias_dtype,
         problem.activation, problem.accumulate, problem.a_scaling, problem.b_scaling, promotes(problem), single, vector,
         problem.preactivation_dtype, problem.bias_grad_dtype, more_outputs(problem),
-        problem.b_preshuffled,
+        problem.b_preshuffled, runs_when,
     )  # fmt: skip
 
 
@@ -127,7 +140,8 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
         )  # fmt: skip
     else:
         swiglu = spec.activation == SWIGLU
-        kernel = (sm90.GemmWithOutputs if spec.more_outputs else sm90.Gemm)(
+        kind = sm90.GemmWithOutputs if spec.more_outputs else sm90.Gemm
+        kernel = (kind if spec.runs_when is None else sm90.GuardedGemm)(
             sm90.geometry(config),
             TmaLoader(a_type, config.tile_m, config.tile_k, spec.layout != "NT", config.num_stages, config.cluster_n),
             TmaLoader(
@@ -155,6 +169,7 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
             spec.promote,
             config.overlap,
             bias_grad_type,
+            spec.runs_when,
         )
     out_align = ALIGN_BYTES
     if config.few_rows:
@@ -173,6 +188,8 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
             pointer(z_type or out_type, ALIGN_BYTES), pointer(bias_grad_type or out_type), pointer(Int32), pointer(Int32),
             stride, stride,
         ]  # fmt: skip
+    if spec.runs_when is not None:
+        more = [pointer(Int32)]
     return cute.compile[tuple(options)](
         kernel,
         pointer(a_type, ALIGN_BYTES),
@@ -197,6 +214,10 @@ _MORE = {"z": "Q", "bias_grad": "Q", "out_scale": "Q", "out_amax": "Q", "z_strid
 _ARGUMENTS_AND_MORE = {**_ARGUMENTS, **_MORE}
 for _name in ("stream", "result"):
     _ARGUMENTS_AND_MORE[_name] = _ARGUMENTS_AND_MORE.pop(_name)
+# Those of sm90.GuardedGemm.
+_ARGUMENTS_AND_GUARD = {**_ARGUMENTS, "guard": "Q"}
+for _name in ("stream", "result"):
+    _ARGUMENTS_AND_GUARD[_name] = _ARGUMENTS_AND_GUARD.pop(_name)
 # How they lie in a plan's block: what changes with every call first, so that one call writes it, or two.
 _PER_CALL = ("a", "b", "out", "bias", "scale_a", "scale_b", "stream", "alpha")
 _MORE_PER_CALL = ("z", "bias_grad", "out_scale", "out_amax")
@@ -204,7 +225,8 @@ _MORE_PER_CALL = ("z", "bias_grad", "out_scale", "out_amax")
 
 def _offsets(names: tuple[str, ...]) -> dict[str, int]:
     """Bytes before each of the arguments, laid out as C would."""
-    formats = [_ARGUMENTS_AND_MORE[name] for name in names]
+    known = _ARGUMENTS_AND_MORE | _ARGUMENTS_AND_GUARD
+    formats = [known[name] for name in names]
     ends = [struct.calcsize("@" + "".join(formats[: i + 1])) for i in range(len(names))]
     return {name: end - struct.calcsize(f) for name, end, f in zip(names, ends, formats, strict=True)}
 
@@ -212,6 +234,8 @@ def _offsets(names: tuple[str, ...]) -> dict[str, int]:
 _pack_call = struct.Struct("@" + "".join(_ARGUMENTS[name] for name in _PER_CALL)).pack_into
 _pack_more = struct.Struct("@" + "".join(_MORE[name] for name in _MORE_PER_CALL)).pack_into
 _MORE_AT = _offsets((*_PER_CALL, *_MORE_PER_CALL))[_MORE_PER_CALL[0]]
+_pack_guard = struct.Struct("@Q").pack_into
+_GUARD_AT = _offsets((*_PER_CALL, "guard"))["guard"]
 
 
 class _Plan:
@@ -223,11 +247,11 @@ class _Plan:
 
     def __init__(
         self, config: HopperConfig, executor: Any, problem: GemmProblem, strides: tuple[int, int, int, int, int],
-        num_sms: int,
+        num_sms: int, guarded: bool = False,
     ):  # fmt: skip
         """strides: of a's, b's, out's and z's rows, and z's distance."""
         self._more = more_outputs(problem)
-        arguments = _ARGUMENTS_AND_MORE if self._more else _ARGUMENTS
+        arguments = _ARGUMENTS_AND_MORE if self._more else _ARGUMENTS_AND_GUARD if guarded else _ARGUMENTS
         values = dict.fromkeys(arguments, 0) | {
             "M": problem.M, "N": problem.N, "K": problem.K, "a_stride": strides[0], "b_stride": strides[1],
             "out_stride": strides[2], "num_clusters": num_clusters(problem, config, num_sms), "group": config.group,
@@ -236,6 +260,8 @@ class _Plan:
         if self._more:
             values |= {"z_stride": strides[3], "z_distance": strides[4]}
             first = (*_PER_CALL, *_MORE_PER_CALL)
+        if guarded:
+            first = (*_PER_CALL, "guard")
         order = (*first, *(name for name in arguments if name not in first))
         self._block = bytearray(struct.pack("@" + "".join(arguments[n] for n in order), *(values[n] for n in order)))
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._block))
@@ -245,7 +271,9 @@ class _Plan:
         self._executor = executor  # keeps the module loaded
         self._function = executor.capi_func
 
-    def launch(self, a: int, b: int, out: int, z: int, tensors: GemmTensors, stream: int) -> None:
+    def launch(
+        self, a: int, b: int, out: int, z: int, tensors: GemmTensors, stream: int, guard: Guard | None = None
+    ) -> None:
         bias, scale_a, scale_b = tensors.bias, tensors.a_scale, tensors.b_scale
         _pack_call(
             self._block, 0, a, b, out,
@@ -264,6 +292,8 @@ class _Plan:
                 0 if scale is None else scale.data_ptr(),
                 0 if amax is None else amax.data_ptr(),
             )  # fmt: skip
+        if guard is not None:
+            _pack_guard(self._block, _GUARD_AT, guard.flag.data_ptr())
         self._function(self._packed)
         if self._result.value:
             raise RuntimeError(f"the launch failed with CUDA error {self._result.value}")
@@ -295,7 +325,9 @@ def warm_up(problem: GemmProblem, config: HopperConfig | None = None) -> None:
     _executor(specialise(problem, chosen, vector=vector))
 
 
-def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors) -> list[str]:
+def run(
+    problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors, guard: Guard | None = None
+) -> list[str]:
     """Run the problem on the current device.
 
     Returns notes, such as which operand had to be copied. Raises NotImplementedError (why_unsupported), RuntimeError
@@ -310,15 +342,17 @@ def run(problem: GemmProblem, config: HopperConfig | None, tensors: GemmTensors)
         recent = _local.recent = {}
         _local.plans = {}
     # By identity: hashing a problem's fields takes longer than a launch. An entry keeps its objects, so no id returns.
-    entry = recent.get((id(problem), id(config), device, a.stride(0), b.stride(0), out.stride(0), z_stride))
+    runs_when = None if guard is None else guard.runs_when
+    key = id(problem), id(config), device, a.stride(0), b.stride(0), out.stride(0), z_stride, runs_when
+    entry = recent.get(key)
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr(), z_pointer
     if entry is None or (pointers[0] | pointers[1] | pointers[2] | z_pointer) % ALIGN_BYTES:
-        return _prepare(device, problem, config, tensors, out)
+        return _prepare(device, problem, config, tensors, out, guard)
     if problem.b_scaling in ("128x128", "1x32") and any(
         scale.data_ptr() % ALIGN_BYTES for scale in (tensors.a_scale, tensors.b_scale) if scale is not None
     ):
-        return _prepare(device, problem, config, tensors, out)
-    entry[0].launch(*pointers, tensors, torch._C._cuda_getCurrentRawStream(device))
+        return _prepare(device, problem, config, tensors, out, guard)
+    entry[0].launch(*pointers, tensors, torch._C._cuda_getCurrentRawStream(device), guard)
     return []
 
 
@@ -328,6 +362,7 @@ def _prepare(
     config: HopperConfig | None,
     tensors: GemmTensors,
     out: torch.Tensor,
+    guard: Guard | None,
 ) -> list[str]:
     """The first call of its kind, and every call with operands that TMA cannot address."""
     if (reason := why_unsupported(problem, config)) is not None:
@@ -357,9 +392,11 @@ def _prepare(
     else:
         b = _aligned("b", tensors.b, notes)
     target = out
+    runs_when = None if guard is None else guard.runs_when
     for name, scale in _scales_by_tma(problem, swapped, tensors).items():
         tensors = tensors._replace(**{name: _aligned(f"{name[0]}'s scales", scale, notes)})  # type: ignore[arg-type]
     if not swapped and (reason := _misaligned(out) or _partial_chunk(out)) is not None:
+        assert guard is None, reason
         notes.append(f"out written through a copy: {reason}")
         target = _padded(out, copy=problem.accumulate)
     z = z_target = tensors.preactivation
@@ -380,26 +417,26 @@ def _prepare(
         quad = 4 * out.element_size()
         vector = problem.N % 4 == 0 and (out.data_ptr() | strides[2] * out.element_size()) % quad == 0
     plans, recent = _local.plans, _local.recent
-    key = problem, config, device, strides, vector
+    key = problem, config, device, strides, vector, runs_when
     plan = plans.get(key)
     if plan is None:
-        executor = _executor(specialise(problem, chosen, vector=vector))
+        executor = _executor(specialise(problem, chosen, vector, runs_when))
         if len(plans) >= MAX_PLANS:
             plans.clear()
-        plan = plans[key] = _Plan(chosen, executor, problem, strides, _num_sms(device))
+        plan = plans[key] = _Plan(chosen, executor, problem, strides, _num_sms(device), guard is not None)
     if not notes and (vector or out.data_ptr() % ALIGN_BYTES == 0):
         # The next call with these strides and aligned bases needs none of the above.
         if len(recent) >= MAX_PLANS:
             recent.clear()
         given_stride = 0 if z is None else z.stride(0)
-        recent[id(problem), id(config), device, a.stride(0), b.stride(0), out.stride(0), given_stride] = (
+        recent[id(problem), id(config), device, a.stride(0), b.stride(0), out.stride(0), given_stride, runs_when] = (
             plan,
             problem,
             config,
         )
     stream = torch._C._cuda_getCurrentRawStream(device)
     z_pointer = 0 if z_target is None else z_target.data_ptr()
-    plan.launch(a.data_ptr(), b.data_ptr(), target.data_ptr(), z_pointer, tensors, stream)
+    plan.launch(a.data_ptr(), b.data_ptr(), target.data_ptr(), z_pointer, tensors, stream, guard)
     if target is not out:
         out.copy_(target)
     if z is not None and z_target is not None and z_target is not z:
