@@ -5,7 +5,9 @@
 The weights are those of the suite llm81, at the given numbers of rows; both operands quantized (e4m3 or e2m1, E8M0 scales of 1 x 32
 along K), or the weights alone beside BF16 rows; out in BF16. Every variant starts from codes. Interleaved as in bench/gemm_hopper.py:
 
-    fourwave   fw.gemm: decodes and multiplies, or converts few rows' weights while it multiplies
+    fourwave   fw.gemm: decodes and multiplies; of MXFP4 with MXFP4 multiplies in FP8 where that is exact; or converts few rows'
+               weights while it multiplies
+    in bf16    the same by a configuration for bfloat16, where the one above is for FP8
     compiled   dequantization compiled by torch.compile (dynamic shapes), one kernel for each operand, then torch.mm
     eager      the same without the compiler
     mm         torch.mm of operands that are in BF16 already: no dequantization at all
@@ -31,13 +33,15 @@ import torch
 from gemm_hopper import Measured, Truth, machine, preheat, run_rows, summary, time_interleaved
 
 import fourwave as fw
+from fourwave.ops.gemm import sm90_decoded, sm90_rescaled
+from fourwave.ops.gemm.problem import GemmProblem
 from fourwave.quantize import QuantizedTensor
 from fourwave.testing import bounds
 from fourwave.testing.llm_shapes import llm81
 
 BF16, BLOCK = torch.bfloat16, 32
 FORMATS = {"mxfp8": ("mxfp8_e4m3", "mxfp8_e4m3"), "mxfp4": ("mxfp4", "mxfp4"), "mxfp4_weights": (None, "mxfp4")}
-RATIOS = {"compiled": "compiled", "eager": "eager", "mm alone": "mm"}
+RATIOS = {"compiled": "compiled", "eager": "eager", "mm alone": "mm", "in bf16": "in bf16"}
 Operand = torch.Tensor | QuantizedTensor
 
 
@@ -126,7 +130,10 @@ def measure(
             return row, f"{head}  WRONG: the values are not QuantizedTensor.dequantize's"
         if not torch.equal(plain(operand, compiled), right):
             return row, f"{head}  WRONG: the compiled values differ"
-    truth = Truth(*in_bf16[0], "TN", BF16, bounds.U_FP32, None, None, "")
+    config: Any = fw.explain(*sets[0], out=out, backend="hopper").config
+    in_fp8 = kind == "mxfp4" and not config.few_rows and config.tile_k == sm90_rescaled.PRODUCT_STEP
+    u_acc = bounds.hopper_fp8_u_acc(K, True) if in_fp8 else bounds.U_FP32
+    truth = Truth(*in_bf16[0], "TN", BF16, u_acc, None, None, "")
     out.fill_(float("nan"))
     ours(0)
     row["error_over_bound"] = truth.error(out)
@@ -134,10 +141,23 @@ def measure(
     if not row["error_over_bound"] <= 1:
         return row, f"{head}  WRONG: {row['error_over_bound']}"
     variants = {"fourwave": ours, "compiled": theirs(compiled), "eager": theirs(dequantize), "mm": mm}
+    if in_fp8:
+        p = GemmProblem(
+            M, N, K, "TN", torch.uint8, torch.uint8, BF16, a_scaling="1x32", b_scaling="1x32", device_type="cuda"
+        )
+        decoded_problem = sm90_decoded.plain_problem(p)
+        assert decoded_problem is not None
+        plain_config: Any = sm90_decoded.chosen_config(p, decoded_problem)[0]
+
+        def decoded(turn: int) -> None:
+            a, b = sets[turn % len(sets)]
+            fw.gemm(a, b, out=out, config=plain_config, backend="hopper")
+
+        variants["in bf16"] = decoded
     row["seconds"] = time_interleaved(variants, samples)
     medians = {label: statistics.median(times) for label, times in row["seconds"].items()}
-    row["ratios"] = {what: medians[label] / medians["fourwave"] for what, label in RATIOS.items()}
-    row["kernel"] = str(fw.explain(*sets[0], out=out, backend="hopper").config)
+    row["ratios"] = {what: medians[label] / medians["fourwave"] for what, label in RATIOS.items() if label in medians}
+    row["kernel"] = f"{config} in FP8" if in_fp8 else str(config)
     shown = "  ".join(f"{label} {medians[label] * 1e6:7.1f}" for label in variants)
     ratios = "  ".join(f"{value:.3f}" for value in row["ratios"].values())
     return row, f"{head}  {shown} us  {ratios}  {row['kernel']}"
@@ -189,7 +209,11 @@ def main() -> None:
     def record(rows: list[dict[str, Any]], skipped: int, ended: bool) -> dict[str, Any]:
         timed = [row for row in rows if "ratios" in row]
         groups = {
-            f"{kind}, M={M}, {what}": [row["ratios"][what] for row in timed if (row["formats"], row["M"]) == (kind, M)]
+            f"{kind}, M={M}, {what}": [
+                row["ratios"][what]
+                for row in timed
+                if (row["formats"], row["M"]) == (kind, M) and what in row["ratios"]
+            ]
             for kind in kinds
             for M in all_rows
             for what in RATIOS
