@@ -327,6 +327,10 @@ def test_the_way_it_goes(name: str, how: str, alpha: float, monkeypatch: pytest.
             said = "".join(notes)
             assert ("a copied" in said) == (how == "strided") and ("out written through a copy" in said) == (gap == 3)
             assert (sm90_decoded.UNSHUFFLED in notes) == (how == "preshuffled")
+            # The product that stood behind the flag, without it: kernels of either kind are not taken for each other.
+            sm90_decoded.run(p, None, tensors)
+            assert done == ["bf16 operand"] * 2 + ["bf16"]
+            done.clear()
 
 
 @pytest.mark.slow
