@@ -213,9 +213,9 @@ _LEAST_ROWS = 32
 
 
 def _deepest(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperGroupedConfig:
-    """With as many stages as there is room for."""
-    fitting = (n for n in range(24, 2, -1) if smem_bytes(problem, replace(config, num_stages=n)) <= SMEM_BYTES)
-    return replace(config, num_stages=next(fitting, 2))
+    """With as many stages as there is room for, from 2 to 24."""
+    two, three = (smem_bytes(problem, replace(config, num_stages=n)) for n in (2, 3))
+    return replace(config, num_stages=max(2, min(24, 2 + (SMEM_BYTES - two) // (three - two))))
 
 
 def swapped(problem: GroupedProblem, tokens: int, rows: int, split: int = 1) -> HopperGroupedConfig:
@@ -239,7 +239,7 @@ def candidates(problem: GroupedProblem) -> tuple[HopperGroupedConfig, ...]:
         tiles = [
             rows_tile(problem, WAVE_ROWS, n) for n in ((128, 64) if block_scaled(problem) else (256, 192, 128, 64))
         ]
-        return tuple(config for config in tiles if why_unsupported(problem, config) is None)
+        return _allowed(problem, tiles)
     average = -(-problem.M // min(problem.G, problem.M))
     tokens = next((tile for tile in _TOKENS if tile >= average), _TOKENS[-1])
     step = 64 if problem.layout == "NN" else 8
@@ -256,7 +256,13 @@ def candidates(problem: GroupedProblem) -> tuple[HopperGroupedConfig, ...]:
     tiles += [rows_tile(problem, WAVE_ROWS, n, *cluster) for n in widths for cluster in clusters]
     if promotes(problem):
         tiles.append(rows_tile(problem, 2 * WAVE_ROWS, 128))
-    return tuple(config for config in tiles if why_unsupported(problem, config) is None)
+    return _allowed(problem, tiles)
+
+
+def _allowed(problem: GroupedProblem, tiles: list[HopperGroupedConfig]) -> tuple[HopperGroupedConfig, ...]:
+    if why_unsupported(problem, None) is not None:
+        return ()
+    return tuple(config for config in tiles if _why_config_unsupported(problem, config) is None)
 
 
 # Constants of one H200 (docs/hopper_grouped.md); they rank the tiles and say little else.
