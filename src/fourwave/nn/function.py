@@ -79,12 +79,16 @@ def check_dense(**tensors: Tensor) -> None:
             raise NotImplementedError(f"{name} is a {what}; modules multiply dense tensors")
 
 
+def has_autocast(kind: str) -> bool:
+    """Whether torch.autocast knows the devices of this kind. PyTorch 2.11 cannot trace its own function in some places."""
+    return kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind)
+
+
 def compute_dtype(x: Tensor) -> torch.dtype:
     """torch.autocast's type where it is on, else x's."""
     kind = x.device.type
     if (
-        # PyTorch 2.11 cannot trace the question in a checkpoint.
-        (kind in ("cpu", "cuda") or torch.amp.is_autocast_available(kind))
+        has_autocast(kind)
         and torch.is_autocast_enabled(kind)
         and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     ):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from fourwave.nn.function import has_autocast
 from fourwave.nn.grouped_linear import GroupedLinear
 from fourwave.nn.layernorm_mlp import _GATED, _SEPARATE, MLP_ACTIVATIONS
 from fourwave.nn.linear import made_parameter, reset_linear
@@ -99,7 +100,7 @@ class MoEMLP(nn.Module):
         """x [tokens, hidden_size] -> experts [tokens, top_k] int64, weights [tokens, top_k] and logits [tokens, num_experts],
         float32. Equal scores: either expert."""
         kind = x.device.type
-        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+        with torch.autocast(kind, enabled=False) if has_autocast(kind) else nullcontext():
             logits = F.linear(x.float(), self.router_weight.float())
             chosen, experts = logits.topk(self.top_k, dim=-1)  # both scores grow with their logit
             scores, logarithms = _SCORES[self.scoring]

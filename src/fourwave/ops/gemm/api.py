@@ -396,7 +396,7 @@ def _call(args: Arguments) -> Tensor:
         a, b, out, bias, args.trans_a, args.trans_b, args.activation, float(args.alpha), args.accumulate, args.backend,
         args.a_scale, args.b_scale, args.a_scaling, args.b_scaling, args.preactivation, args.bias_grad, args.batch_invariant,
         args.fast_accum, args.out_scaling, args.out_direction, args.out_scale_rule, args.out_scale, args.out_amax,
-        args.out_columnwise, args.out_columnwise_scale, args.b_preshuffled,
+        args.out_columnwise, args.out_columnwise_scale, bool(args.b_preshuffled),
     )  # fmt: skip
     result = out if out is not None else args.out_columnwise
     assert result is not None

@@ -102,12 +102,13 @@ def _gemm_out(
     out_amax: Tensor | None = None,
     out_columnwise: Tensor | None = None,
     out_columnwise_scale: Tensor | None = None,
-    b_preshuffled: bool = False,
+    b_preshuffled: bool | None = None,
 ) -> None:
+    # fw.gemm's last argument is never its default, None: PyTorch 2.11 drops defaults at the end, and then misses those that are written.
     args = Arguments(
         a, b, out, bias, a_scale, b_scale, preactivation, bias_grad, out_scale, out_amax, out_columnwise,
         out_columnwise_scale, alpha, trans_a, trans_b, None, activation, accumulate, a_scaling, b_scaling, batch_invariant,
-        fast_accum, out_scaling, out_direction, out_scale_rule, b_preshuffled, None, backend,
+        fast_accum, out_scaling, out_direction, out_scale_rule, bool(b_preshuffled), None, backend,
     )  # fmt: skip
     execute(args)
 

@@ -38,7 +38,9 @@ def combine(rows: Tensor, places: Tensor, weights: Tensor, backend: str | None =
             raise BackendUnavailable(f"backend 'hopper' was asked for and cannot run here: {missing}")
         raise NotImplementedError(f"backend 'hopper' was asked for and cannot combine: {why}")
     gathered = rows.index_select(0, places.reshape(-1)).view(*places.shape, rows.shape[1])
-    return (gathered * weights.float().unsqueeze(-1)).sum(1).to(rows.dtype)
+    total = (gathered * weights.float().unsqueeze(-1)).sum(1)
+    # A conversion that does nothing loses its gradient in code that PyTorch 2.11 compiles (nn/norm.py).
+    return total if total.dtype == rows.dtype else total.to(rows.dtype)
 
 
 def _why_not_on_hopper(rows: Tensor, places: Tensor) -> str | None:
