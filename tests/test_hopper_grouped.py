@@ -115,10 +115,17 @@ def test_few_rows_take_swapped_tiles_and_many_do_not() -> None:
 @pytest.mark.skipif(cutedsl_missing() is not None, reason=str(cutedsl_missing()))
 def test_kernels_compile_without_a_gpu() -> None:
     p = problem()
-    for config in (swapped(p, 16, 80), rows_tile(p, 256, 128, 2), rows_tile(p, 128, 112, 1, 2)):
-        assert sm90_launch.compile_kernel(sm90_launch.specialise(p, config)) is not None
+    row = replace(p, a_scaling="row", b_scaling="row")
+    sixteen = replace(p, a_dtype=BF16, b_dtype=BF16, a_scaling=None, b_scaling=None)
+    dgrad = replace(sixteen, layout="NN")
     wgrad = GroupedProblem(8, 512, 1024, 4096, "reduction", "NT", BF16, BF16, FP32, None, True, device_type="cuda")
-    assert sm90_launch.compile_kernel(sm90_launch.specialise(wgrad, default_config(wgrad)[0])) is not None
+    for config_problem, config in (
+        (p, swapped(p, 16, 80)), (p, rows_tile(p, 256, 128, 2)), (p, rows_tile(p, 128, 112, 1, 2)), (row, rows_tile(row, 128, 144)),
+        (replace(row, fast_accum=True), swapped(row, 16, 80)), (sixteen, swapped(sixteen, 16, 80, 2)), (sixteen, rows_tile(sixteen, 128, 256, 2)),
+        (dgrad, swapped(dgrad, 8, 64)), (dgrad, rows_tile(dgrad, 128, 256, 1, 2)), (wgrad, default_config(wgrad)[0]),
+    ):  # fmt: skip
+        spec = sm90_launch.specialise(config_problem, config)
+        assert sm90_launch.compile_kernel(spec) is not None, f"{config_problem}, {config}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
