@@ -30,6 +30,12 @@ LINES = [
     ("from fourwave.te.pytorch.module.linear import Linear as found", te.Linear),
     ("from fourwave.te.pytorch.module.grouped_linear import GroupedLinear as found", te.GroupedLinear),
     ("from fourwave.te.pytorch.module.rmsnorm import RMSNorm as found", te.RMSNorm),
+    ("from fourwave.te.fp8 import FP8GlobalStateManager as found", Manager),
+    (
+        "from fourwave.te.module.base import TransformerEngineBaseModule as found",
+        te.modules.TransformerEngineBaseModule,
+    ),
+    ("import fourwave.te.quantization as found", te.quantization),
     ("import fourwave.te as t; found = t.pytorch.fp8.FP8GlobalStateManager", Manager),
     ("import fourwave.te.pytorch.module.base; import fourwave; found = fourwave.te.pytorch.Linear", te.Linear),
 ]
@@ -64,6 +70,11 @@ def test_what_an_import_does_not_find_is_told(line: str, says: str) -> None:
 def test_other_imports_go_on_as_before() -> None:
     assert importlib.util.find_spec("fourwave.te.pytorch.nonsense") is None
     assert importlib.util.find_spec("attention") is None and importlib.util.find_spec("optimizers") is None
+
+
+def test_scripts_may_ask_for_the_version() -> None:
+    """As Megatron-LM does, to know which arguments there are."""
+    assert tuple(int(part) for part in te.pytorch.__version__.split(".")[:2]) >= (2, 0)
 
 
 def test_every_module_is_of_the_base_class() -> None:

@@ -14,6 +14,8 @@ import sys
 from typing import Any
 
 from fourwave.te import distributed, paths, quantization, recipe
+from fourwave.te import gemm as cpp_extensions
+from fourwave.te import modules as module
 from fourwave.te.gemm import general_gemm, general_grouped_gemm
 from fourwave.te.missing import DotProductAttention, MultiheadAttention, TransformerLayer, instead_of
 from fourwave.te.modules import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
@@ -37,11 +39,15 @@ pytorch = sys.modules[__name__]
 common = paths.register(pytorch)
 fp8 = quantization  # its older name
 
+# The version of Transformer Engine whose names and arguments these are, for scripts that ask transformer_engine for its own.
+__version__ = "2.20.0.dev0"
+
 __all__ = [
     "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear",
-    "MultiheadAttention", "RMSNorm", "TransformerLayer", "autocast", "checkpoint", "common", "distributed", "fp8_autocast",
-    "fp8_model_init", "general_gemm", "general_grouped_gemm", "get_default_recipe", "is_bf16_available", "is_fp8_available",
-    "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "pytorch", "quantized_model_init", "recipe",
+    "MultiheadAttention", "RMSNorm", "TransformerLayer", "autocast", "checkpoint", "common", "cpp_extensions", "distributed",
+    "fp8_autocast", "fp8_model_init", "general_gemm", "general_grouped_gemm", "get_default_recipe", "is_bf16_available",
+    "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "module", "pytorch", "quantized_model_init",
+    "recipe",
 ]  # fmt: skip
 
 

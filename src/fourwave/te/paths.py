@@ -41,6 +41,8 @@ def register(te: ModuleType) -> ModuleType:
     }  # fmt: skip
     for path, module in paths.items():
         sys.modules[f"{te.__name__}.{path}"] = module
+        short = f"{te.__name__}.{path.removeprefix('pytorch.')}"  # fourwave.te is transformer_engine.pytorch, too
+        sys.modules.setdefault(short, module)
     sys.meta_path.append(_Told())
     return common
 
