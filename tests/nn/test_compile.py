@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,6 +261,25 @@ def test_compiled_gradient_checkpointing_of_transformers() -> None:
             optimizer.zero_grad()
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_no_function_ends_in_a_conversion_that_may_do_nothing() -> None:
+    """PyTorch 2.11 compiles such an autograd.Function and loses its gradient, silently; this PyTorch may not."""
+    found, bad = 0, []
+    for path in sorted((Path(fnn.__file__).parent).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.ClassDef) or not any(ast.unparse(b).endswith("Function") for b in node.bases):
+                continue
+            (forward,) = (f for f in node.body if isinstance(f, ast.FunctionDef) and f.name == "forward")
+            returns = [r.value for r in ast.walk(forward) if isinstance(r, ast.Return)]
+            found += len(returns) > 0
+            converts = ("to", "float", "contiguous", "type")
+            bad += [
+                f"{path.name}: {ast.unparse(r)}"
+                for r in returns
+                if isinstance(r, ast.Call) and isinstance(r.func, ast.Attribute) and r.func.attr in converts
+            ]
+    assert found >= 7 and not bad, bad
 
 
 def test_what_does_not_compile_is_told() -> None:
