@@ -291,6 +291,7 @@ def host_seconds(calls: int = 2000) -> dict[str, float]:
 
 
 def machine() -> dict[str, object]:
+    need_hopper()
     fields = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
     query = subprocess.run(
         ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"], capture_output=True, text=True, check=True
@@ -298,8 +299,15 @@ def machine() -> dict[str, object]:
     return dict(zip(fields.split(","), (value.strip() for value in query.split(",")), strict=True))
 
 
+def need_hopper() -> None:
+    """Ends with the reason where there is nothing to measure."""
+    if (why := registry.get("hopper").unavailable()) is not None:
+        raise SystemExit(f"this bench measures an H100 or H200: {why}")
+
+
 def preheat(seconds: float) -> None:
     """Bring the chip to the clock that it can keep."""
+    need_hopper()
     x = torch.randn(8192, 8192, device="cuda").to(torch.bfloat16)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
