@@ -91,6 +91,18 @@ def test_each_record_is_named_and_each_name_is_a_record() -> None:
         assert "command" in record or name in ("h200_decode_tiles", "h200_pretrain_small"), name
 
 
+@pytest.mark.parametrize("page", [DENSE, GROUPED])
+def test_commands_are_those_of_the_records(page: str) -> None:
+    """Of each command beside a record's name, every option is in the record's command; but for those that the page leaves out."""
+    shown = re.findall(r"`(h200_\w+)`(?: \||,|:)\s+`((?:bench/|\.\.\. |--suite)[^`]*)`", text(page))
+    assert len(shown) >= (14 if page == DENSE else 3)
+    for name, command in shown:
+        measured = json.loads((ROOT / "bench" / "records" / f"{name}.json").read_text())["command"]
+        words = (measured if isinstance(measured, str) else measured[0]).split()
+        missing = [word for word in command.split() if word not in words and word != "..."]
+        assert not missing, (name, missing)
+
+
 def test_bf16_products() -> None:
     first = rows_of("h200_llm81_bf16_f77d6e7")
     expected = [stats([ratio(r) for r in first if r["layout"] == layout]) for layout in ("TN", "NN", "NT")]
@@ -146,6 +158,16 @@ def test_few_rows() -> None:
     one, some, many = fixed(3, *(mean(of_rows(late, M)) for M in (1, 16, 64)))
     least = min(ratio(r) for r in rows_of(late))
     says(DENSE, f"(`{late}`, `--samples 8`): {one}, {some} and {many} at M = 1, 16 and 64, at least {least:.3f}.")
+    rates = {
+        M: median(
+            2 * r["N"] * r["K"] / median(r["seconds"]["fourwave"]) / 1e12
+            for r in of_rows("h200_decode_bf16_f77d6e7", M)
+            if 2 * r["N"] * r["K"] > 30e6
+        )
+        for M in (1, 16, 64)
+    }
+    assert f"{rates[1]:.1f}" == f"{rates[16]:.1f}"
+    says(DENSE, f"a median of {rates[1]:.1f} TB/s at M = 1 and 16 and {rates[64]:.1f} TB/s at M = 64")
 
 
 MX = {"MXFP8 x MXFP8": "mxfp8", "MXFP4 x MXFP4": "mxfp4", "BF16 x MXFP4": "mxfp4_weights"}
@@ -188,6 +210,14 @@ def test_mxfp4_in_fp8() -> None:
         assert row[2:] == [
             spread(compiled), f"{mean(of, other='eager'):.3g}", spread(ideal), spread(mm), spread(slow),
         ]  # fmt: skip
+    decoded = [
+        ratio(r, "in bf16", "mm")
+        for r in rows_of("h200_mxfp4_in_fp8_6a60ec5")
+        if r["M"] >= 4096 and "in bf16" in r["seconds"]
+    ]
+    says(
+        DENSE, f"our way in bfloat16 there is at {min(decoded):.2f} to {max(decoded):.2f} of `torch.mm` alone from 4096"
+    )
 
 
 def packed_bytes(row: Row) -> float:
@@ -202,6 +232,12 @@ def test_preshuffled_weights() -> None:
         ratios = [ratio(r) for r in of]
         speeds = fixed(3, geometric_mean(ratios), min(ratios), max(ratios), mean(big), mean(of, "plain"))
         assert row[1:] == [*speeds, *fixed(2, median(rates), max(rates))]
+    one, some = (
+        1e6 * median(r["seconds"]["fourwave"])
+        for r in rows_of("h200_decode_mxfp4_shuffled_f482130")
+        if (r["N"], r["K"]) == (4096, 14336) and r["M"] < 64
+    )
+    says(DENSE, f"4096x14336, at {one:.1f} us (M = 1) and {some:.1f} us (M = 16) in the table")
 
 
 def test_linear_layers() -> None:
