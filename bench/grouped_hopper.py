@@ -245,6 +245,8 @@ class DeepGemm:
 
 
 def load_triton(path: str) -> Any:
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise SystemExit(f"--triton {path}: no such Python file; it is MSLK's fp8_groupwise_grouped_gemm.py")
     spec = importlib.util.spec_from_file_location("mslk_triton", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
