@@ -58,7 +58,7 @@ def problem(M: int = 512, N: int = 512, K: int = 512, layout: str = "TN", out: t
         ({"cluster_n": 4, "cluster_m": 1}, "its share"),
         ({"store_stages": 3}, "must divide"),
         ({"schedule": "stream"}, "cooperative, pingpong and swapped"),
-        ({"split": 2}, "only a swapped tile"),
+        ({"split": 2}, "only a swapped or streamed tile"),
         ({"schedule": "swapped", "tile_m": 256}, "up to 128"),
         ({"schedule": "swapped", "tile_m": 64, "tile_n": 192}, "multiples of 8 up to 128"),
         ({"schedule": "swapped", "tile_m": 64, "tile_n": 128, "split": 3}, "1, 2, 4 or 8"),

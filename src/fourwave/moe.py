@@ -48,8 +48,9 @@ def gather_quantize(
 def silu_mul_quantize(
     z: Tensor, format: str, *, scale_rule: str | None = None, fnuz: bool | None = None, backend: str | None = None
 ) -> QuantizedTensor:
-    """fw.quantize(h, format), rowwise, of h = silu(gate) * up, computed in float32 and rounded to z's type; z = [gate, up], [M, 2 C].
+    """fw.quantize(h, format), rowwise, of h = silu(gate) * up, computed in float32 and rounded to z's type: [M, C].
 
+    z       [M, 2 C] float32, bfloat16 or float16: gate and up side by side
     The rest as in `fw.quantize`. On Hopper h is not written, and a code may be a step off where PyTorch's exponential differs.
     """
     _matrix("z", z)
@@ -63,7 +64,10 @@ def silu_mul_quantize(
 def combine(rows: Tensor, places: Tensor, weights: Tensor, *, backend: str | None = None) -> Tensor:
     """out[t] = sum over j of weights[t, j] * rows[places[t, j]], in float32, rounded once: [T, C] of rows' type.
 
-    rows    [M, C]; places [T, top_k] int64, each at least 0 and below M; weights [T, top_k], floating point
+    rows    [M, C] float32, bfloat16 or float16
+    places  [T, top_k] int64, each at least 0 and below M: not read on the host
+    weights [T, top_k], floating point; all three on one device
+    backend "hopper" or "native", which runs or raises; None: chosen
     The order of summation depends on shapes only. Raises ValueError for what the caller must change.
     """
     _matrix("rows", rows)

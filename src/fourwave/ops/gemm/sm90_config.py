@@ -59,7 +59,8 @@ class HopperConfig:
     schedule      "cooperative": the consumer warpgroups split one tile's rows;
                   "pingpong": each has a tile of its own, so that one stores while the other multiplies;
                   "swapped": another kernel, for few rows (sm90_swapped.py); b rides wgmma's rows. tile_m and tile_n are
-                  then multiples of 8 and 16 up to 128; consumers, store_stages, cluster_m and group mean nothing
+                  then multiples of 8 up to 128, with preshuffled weights tile_n of 16 up to 256; consumers, store_stages,
+                  cluster_m and group mean nothing
                   "streamed": a third one, for up to 32 rows and preshuffled MXFP4 weights (sm90_streamed.py). tile_m and tile_n
                   are multiples of 8 and 16, num_stages is each warp's; store_stages, cluster_m and group mean nothing
     consumers     consumer warpgroups; "streamed": a CTA has these only
@@ -159,7 +160,7 @@ def smem_bytes(config: HopperConfig, elem_bytes: int, block_scaled: bool = False
 
 
 def packed(problem: GemmProblem) -> bool:
-    """Whether b is MXFP4 or MXFP8 (e4m3fn), which only the swapped kernel multiplies, with bfloat16."""
+    """Whether b is MXFP4 or MXFP8 (e4m3fn), which only the kernels for few rows multiply, with bfloat16."""
     return problem.b_dtype in (PACKED_E2M1, torch.float8_e4m3fn) and problem.b_scaling == "1x32"
 
 
@@ -232,7 +233,7 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
     if config.schedule == "streamed":
         return _why_streamed_unsupported(problem, config)
     if packed(problem):
-        return f"schedule {config.schedule!r} with weights in MX: a swapped tile takes them"
+        return f"schedule {config.schedule!r} with weights in MX: a swapped tile takes them, and a streamed one MXFP4 that is preshuffled"
     return _why_config_unsupported(problem, config)
 
 
@@ -302,7 +303,7 @@ def _why_config_unsupported(problem: GemmProblem, config: HopperConfig) -> str |
     if config.schedule not in ("cooperative", "pingpong"):
         return f"schedule {config.schedule!r}: there are cooperative, pingpong and swapped, and streamed for preshuffled MXFP4 weights"
     if config.split != 1:
-        return f"split={config.split}: only a swapped tile's reduction is split"
+        return f"split={config.split}: only a swapped or streamed tile's reduction is split"
     if config.consumers not in (1, 2, 3) or (config.schedule == "pingpong" and config.consumers != 2):
         return f"{config.consumers} consumer warpgroups: 1 to 3 when cooperative, 2 for pingpong"
     if config.warpgroup_m % 64 or config.warpgroup_m * config.consumers < config.tile_m:
@@ -553,7 +554,7 @@ def _swapped_candidates(problem: GemmProblem) -> list[HopperConfig]:
 
 def _streamed_candidates(problem: GemmProblem) -> list[HopperConfig]:
     """For each split of K the two tallest tiles that give every cluster the same number; split only where that is one. Low tiles
-    of a single row of a take all the warps that there are."""
+    take all the warps that there are, where a has up to 8 rows."""
     if not problem.b_preshuffled or problem.M > STREAMED_ROWS:
         return []
     tiles = []
@@ -585,9 +586,8 @@ SMALL = HopperConfig(64, 64, schedule="pingpong", num_stages=12, store_stages=1,
 _CANDIDATES = (WIDE, SQUARE, LONG, HUGE, HALF, LOW, SMALL)
 _TOKENS = (8, 16, 32, 64, 128)  # of a swapped tile
 _LEAST_ROWS = 32
-_IN_FLIGHT = (
-    102 * 1024
-)  # of weights, per SM, of a streamed tile; with more, and with half of an SM's memory, they got slower
+# Bytes of weights, per SM, of a streamed tile; with more, and with half of an SM's memory, they got slower.
+_IN_FLIGHT = 102 * 1024
 # With promotion: totals beside the accumulators of 64 rows. TALL suits scales of rows, those after it scales of blocks, which
 # also lie in shared memory.
 PROMOTING_TALL = HopperConfig(256, 128, store_stages=2, cluster_m=1, cluster_n=2)
@@ -663,6 +663,7 @@ def _listed(problem: GemmProblem, config: HopperConfig) -> HopperConfig:
 
 
 def _rate(problem: GemmProblem, config: HopperConfig, few_bits: bool) -> float:
+    """Of a tile's main loop, relative to WIDE's, as measured on one H200. few_bits: as in default_config."""
     if problem.a_scaling == "1x128":
         return _BLOCK_RATES[config.tile_m, config.tile_n, config.cluster_m, config.cluster_n]
     config = _listed(problem, config)
@@ -698,7 +699,7 @@ def clusters(config: HopperConfig, num_sms: int = NUM_SMS) -> int:
 
 
 def _swapped_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
-    """Reading of weights by all and by the busiest CTA, and what splits, turns and sharing cost."""
+    """Reading of weights by all and by the busiest CTA, and what splits, turns and sharing cost. The numbers in it are fitted, too."""
     elem_bytes = float(problem.b_dtype.itemsize)
     if packed(problem):
         elem_bytes = (0.5 if problem.b_dtype == PACKED_E2M1 else 1) + 1 / 32
@@ -724,7 +725,7 @@ def _swapped_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float,
 
 
 def _streamed_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
-    """Reading of weights and, out of L2, of a by all; of weights by the busiest CTA; what splits and turns cost."""
+    """Reading of weights and, out of L2, of a by all; of weights by the busiest CTA; what splits and turns cost. Fitted likewise."""
     tiles = cluster_tiles(problem, config)
     turns = -(-tiles // clusters(config))
     weights = problem.N * problem.K * 17 / 32

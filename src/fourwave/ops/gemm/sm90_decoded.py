@@ -18,9 +18,7 @@ from fourwave.ops.gemm.sm90_config import HopperConfig
 ALIGN_BYTES = 16  # of rows of what is written, for TMA and for stores of 8 elements
 LINE = 8
 BLOCK = 32  # k of a scale
-UNSHUFFLED = (
-    "b put back in plain order: more than 128 rows, or an output that kernels for few rows lack, take decoded weights"
-)
+UNSHUFFLED = f"b put back in plain order: more than {sm90_config.PACKED_ROWS} rows, or an output that kernels for few rows lack, take decoded weights"
 # Products of three parts of a and of b (sm90_decode): small ones first, since the matrix unit cuts off what is below a sum's last bit.
 SLICES = {"a": (2, 0, 1, 1, 0, 0), "b": (0, 2, 1, 0, 1, 0)}
 CODES = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2", PACKED_E2M1: "e2m1"}
@@ -59,7 +57,7 @@ def plain_problem(problem: GemmProblem) -> GemmProblem | None:
         k = len(SLICES["a"]) * _padded(problem.K)
         return replace(problem, a_dtype=torch.bfloat16, b_dtype=torch.bfloat16, K=k, bias_grad_dtype=None)
     if "1x32" in (problem.a_scaling, problem.b_scaling) and sm90_config.why_unsupported(problem, None) is None:
-        return None  # few rows with weights in MXFP4
+        return None  # few rows with weights in MX
     # Weights are converted in registers where they can be, whatever a is.
     for names in ("a", "ab"):
         changes: dict[str, Any] = {}

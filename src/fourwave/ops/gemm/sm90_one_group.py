@@ -48,7 +48,8 @@ def why_unsupported(problem: GemmProblem, config: HopperGroupedConfig | None) ->
         return "a bias or an activation with scales of 1x128 blocks of both operands: this kernel has neither"
     if config is not None and not isinstance(config, HopperGroupedConfig):
         return (
-            f"config is a {type(config).__name__}: products with scales of 1x128 blocks of both operands choose theirs"
+            f"config is a {type(config).__name__}: products with scales of 1x128 blocks of both operands choose theirs, or take a "
+            "HopperGroupedConfig"
         )
     return sm90_config.why_unsupported(grouped, config)
 
