@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fourwave.ops.gemm.problem import GemmProblem
 
 NUM_SMS = 132  # H100 SXM, H200
+FOURS_SMS = 120  # of those, what clusters of four or eight can cover
 SMEM_BYTES = 227 * 1024  # dynamic shared memory of one CTA
 HALF_SMEM_BYTES = 113 * 1024  # of each of two CTAs on one SM
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the buffers to 1024 bytes can waste
@@ -691,10 +692,10 @@ def _rate(problem: GemmProblem, config: HopperConfig, few_bits: bool) -> float:
 
 def clusters(config: HopperConfig, num_sms: int = NUM_SMS) -> int:
     """Clusters of a grid that fills the chip."""
-    # A cluster's SMs are of one group of 16 or 18, some of which are switched off: of 132, 30 clusters of 4 and 15 of 8
+    # A cluster's SMs are of one group of 16 or 18, some of which are switched off: of NUM_SMS, 30 clusters of 4 and 15 of 8
     # fit (cudaOccupancyMaxActiveClusters).
     if config.cluster_size > 2 and config.few_rows:
-        num_sms = num_sms * 120 // 132
+        num_sms = num_sms * FOURS_SMS // NUM_SMS
     return num_sms // config.cluster_size
 
 

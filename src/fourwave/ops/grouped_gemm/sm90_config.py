@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fourwave.ops.gemm.sm90_config import (
     BARRIER_BYTES,
     DTYPES,
+    FOURS_SMS,
     FP8,
     MAX_EXTENT,
     NUM_SMS,
@@ -20,7 +21,6 @@ from fourwave.ops.gemm.sm90_config import (
 )
 from fourwave.ops.grouped_gemm.problem import REDUCTION, ROWS, GroupedProblem
 
-FOURS_SMS = 120  # multiprocessors of an H200 that clusters of four or eight can cover
 MAX_GROUPS = 1024  # what the table in shared memory has room for
 TABLES = (128, MAX_GROUPS)
 MAX_ACCUMULATORS = 192  # per thread, as in the dense kernel
