@@ -257,6 +257,16 @@ def run_rows(
     return rows, len(todo) - len(rows)
 
 
+def conclude(record: dict[str, Any], began: float) -> None:
+    """Print the summary of a record (of linear_hopper.py and others); exit with 1 where a check failed. began: of time.monotonic."""
+    for what, numbers in record["summary"].items():
+        print(what, {key: round(value, 3) for key, value in numbers.items()})
+    seconds = round(time.monotonic() - began)
+    print("failed", record["failed_checks"], "not started", record["rows_not_started"], "seconds", seconds)
+    if record["failed_checks"]:
+        sys.exit(1)
+
+
 def device_answers() -> bool:
     """Not after a kernel's illegal access or instruction, for the rest of the process."""
     try:

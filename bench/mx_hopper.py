@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gemm_hopper import Measured, Truth, machine, preheat, run_rows, summary, time_interleaved
+from gemm_hopper import Measured, Truth, conclude, machine, preheat, run_rows, summary, time_interleaved
 
 import fourwave as fw
 from fourwave.ops.gemm import sm90_decoded, sm90_rescaled
@@ -238,12 +238,7 @@ def main() -> None:
         return made
 
     rows, skipped = run_rows(todo, began + args.seconds, functools.partial(record, ended=False))
-    made = record(rows, skipped, ended=True)
-    for what, numbers in made["summary"].items():
-        print(what, {key: round(value, 3) for key, value in numbers.items()})
-    print("failed", made["failed_checks"], "not started", skipped, "seconds", round(time.monotonic() - began))
-    if made["failed_checks"]:
-        sys.exit(1)
+    conclude(record(rows, skipped, ended=True), began)
 
 
 if __name__ == "__main__":

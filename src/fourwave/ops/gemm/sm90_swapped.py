@@ -24,7 +24,7 @@ and release that one's stage (packed: for each half of the step, convert, issue,
 read every split-th token from each of them, add in the order of their ranks, and store. So the order of summation depends
 on the shape and the configuration only.
 
-A tile has up to 128 rows (256 of shuffled b), in steps of 16 where K is contiguous, so that a weight can be cut into as many equal tiles as there
+A tile has up to 128 rows (256 of shuffled b), in steps of 8 where K is contiguous (16 of shuffled b), so that a weight can be cut into as many equal tiles as there
 are clusters. wgmma reads 64 rows per consumer warpgroup all the same; what it makes of the rest is dropped.
 
 Barriers
