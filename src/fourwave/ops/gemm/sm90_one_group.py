@@ -28,7 +28,7 @@ def grouped_problem(problem: GemmProblem) -> GroupedProblem | None:
     """The grouped problem that stands for `problem`, or None where it has other scales."""
     if not takes(problem):
         return None
-    layout = problem.layout if problem.layout in ("NT", "TN") else "NT"
+    layout = problem.layout if problem.layout in ("NT", "TN") else "NT"  # why_unsupported refuses the others
     return GroupedProblem(
         1, problem.M, problem.N, problem.K, REDUCTION, layout, problem.a_dtype, problem.b_dtype, problem.out_dtype,
         accumulate=problem.accumulate, device_type=problem.device_type, a_scaling="1x128", b_scaling="1x128",
@@ -78,7 +78,7 @@ def copies(problem: GemmProblem, config: HopperGroupedConfig | None, tensors: Ge
     return sm90_launch.copies(grouped, config, GroupedTensors(tensors.a, tensors.b, sizes, out))
 
 
-# By stream, whose order they are filled in. Kept for good: a graph may have an address.
+# By K, device and stream, in whose order they are filled. Kept for good, 8 bytes each: a graph may have an address.
 _known: dict[tuple[int, torch.device, int], torch.Tensor] = {}
 
 
