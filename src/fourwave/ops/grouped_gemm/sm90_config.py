@@ -185,16 +185,19 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: swapped tiles are not shared"
     else:
         if config.tile_m not in (WAVE_ROWS, 2 * WAVE_ROWS):
-            return f"tile_m={config.tile_m}: {WAVE_ROWS} or {2 * WAVE_ROWS}"
+            return f"tile_m={config.tile_m}: {WAVE_ROWS} or {2 * WAVE_ROWS}, once or twice 64 rows for each of two consumer warpgroups"
         step = 16 if problem.layout == "TN" and problem.split == ROWS else 64
         if config.tile_n % step or config.tile_n > 256:
             return f"tile_n={config.tile_n}: multiples of {step} up to 256"
         if problem.split == REDUCTION and (config.tile_m, config.cluster_size) != (WAVE_ROWS, 1):
-            return f"tile_m={config.tile_m}, {config.cluster_size} CTAs of a reduction in groups: {WAVE_ROWS} and 1"
+            return (
+                f"tile_m={config.tile_m} and {config.cluster_size} CTAs of a cluster: a reduction in groups has tiles of {WAVE_ROWS} rows, "
+                "which are not shared"
+            )
         if config.cluster_n not in (1, 2) or config.cluster_m not in (1, 2) or config.cluster_size > 2:
-            return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: 1 or 2 CTAs"
+            return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: 1 or 2 CTAs share a's tiles or b's, not both"
         if config.cluster_m > 1 and config.tile_m > WAVE_ROWS:
-            return f"cluster_m={config.cluster_m} of tiles of {config.tile_m} rows: of {WAVE_ROWS} only"
+            return f"cluster_m={config.cluster_m} of tiles of {config.tile_m} rows: b is shared by tiles of {WAVE_ROWS} only"
         if config.split != 1:
             return f"split={config.split}: only a swapped tile's reduction is split"
         accumulators = config.tile_m // WAVE_ROWS * config.tile_n // 2 + (

@@ -15,7 +15,7 @@ whatever it holds stays there, and is not stored.
 
 Producer, a warp: for every tile and k step wait until the stage is empty, TMA both tiles into it, and copy the scales of the
 tokens and of b's cells with cp.async, whose arrival counts at the same barrier.
-Consumers, 1 or 2 warpgroups: as in the dense kernel.
+Consumers, 1 or 2 warpgroups: as in the dense kernel; with `promote` and few tokens the products of `batch` steps are under way together.
 
 Barriers
   full    1 arrival, which announces TMA's bytes, and with scales one for each of the producer's lanes
