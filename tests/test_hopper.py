@@ -1086,6 +1086,7 @@ def test_a_kernel_is_kept_for_other_processes(tmp_path: Path, monkeypatch: pytes
     for turn in range(3):
         monkeypatch.setattr(sm90_launch, "_compiled", {})
         monkeypatch.setattr(sm90_launch, "_local", threading.local())
+        select.clear_cache()
         outs.append(fw.gemm(a, a, backend="hopper"))
         files = list((tmp_path / "fourwave" / "sm90").iterdir())
         assert len(files) == 1, files
@@ -1100,6 +1101,7 @@ def test_a_kernel_is_kept_for_other_processes(tmp_path: Path, monkeypatch: pytes
 def test_warm_up_lets_a_cold_process_capture(M: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sm90_launch, "_compiled", {})
     monkeypatch.setattr(sm90_launch, "_local", threading.local())
+    select.clear_cache()
     a = torch.randn(M, 512, device="cuda").to(BF16)
     out = torch.full((M, M), float("nan"), device="cuda").to(BF16)
     sm90_launch.warm_up(problem(M, M, 512))

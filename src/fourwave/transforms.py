@@ -7,6 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch.autograd import forward_ad
 
+_transforms_active, _num_modes, _tracing = (
+    torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+)  # fmt: skip
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # other types of tensor may have a dispatch of their own
 
 
@@ -19,10 +22,10 @@ def is_special() -> bool:
     """Whether every call is looked at now: by torch.compile, a torch.func transform, a mode, tracing."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
+        or _transforms_active()
         # TorchDispatchMode (FakeTensorMode, make_fx, ...) and torch.jit.trace
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
+        or _num_modes() > 0
+        or _tracing() is not None
     )
 
 

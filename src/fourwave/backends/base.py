@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+# Addresses of a, b, out, bias, a_scale, b_scale (0 where there is none), and alpha. False: nothing was done, run_gemm must be called.
+Relaunch = Callable[[int, int, int, int, int, int, float], bool]
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +61,15 @@ class Backend(ABC):
 
         Writes whatever else the problem says is written (GemmTensors). M, N and K are at least 1.
         """
+
+    def relaunches(self, problem: GemmProblem) -> bool:
+        """Whether `relaunch` may have an answer for this problem."""
+        return False
+
+    def relaunch(self, problem: GemmProblem, tensors: GemmTensors) -> Relaunch | None:
+        """What does the same as `run_gemm` without a config, in the thread that asks, for tensors of the same shapes, strides, types
+        and device as these, which it has run."""
+        return None
 
     def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         """What `run_gemm` would note about copies for the same tensors (out None: a new one), found without a launch."""

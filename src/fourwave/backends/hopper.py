@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fourwave.backends import guard
-from fourwave.backends.base import Backend, Description
+from fourwave.backends.base import Backend, Description, Relaunch
 from fourwave.ops.gemm import sm90_decoded, sm90_launch, sm90_one_group, sm90_rescaled
 
 if TYPE_CHECKING:
@@ -130,6 +130,18 @@ class HopperBackend(Backend):
         if sm90_decoded.decodes(problem):
             return sm90_decoded.run(problem, config, tensors)  # type: ignore[arg-type]
         return sm90_launch.run(problem, config, tensors)  # type: ignore[arg-type]
+
+    def relaunches(self, problem: GemmProblem) -> bool:
+        """Of what one kernel runs, that reads the operands as they are."""
+        return not (
+            sm90_one_group.takes(problem)
+            or sm90_rescaled.fp8_problem(problem, None) is not None
+            or sm90_decoded.decodes(problem)
+            or sm90_launch.more_outputs(problem)
+        )
+
+    def relaunch(self, problem: GemmProblem, tensors: GemmTensors) -> Relaunch | None:
+        return sm90_launch.relaunch(problem, tensors) if self.relaunches(problem) else None
 
     def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
         if sm90_one_group.takes(problem):

@@ -123,7 +123,7 @@ def gemm(
         config is None and out_format is None and preactivation is None and bias_grad is None and out_scale is None
         and out_direction == "rowwise" and out_scale_rule == "floor"
     ):  # fmt: skip
-        if backend is not None:
+        if backend is not None and type(backend) is not str:
             check_choice(None, backend)
         result = quick(
             a, b, trans_a, trans_b, out_dtype, bias, activation, alpha, accumulate, out, batch_invariant, fast_accum, backend

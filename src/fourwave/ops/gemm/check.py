@@ -238,14 +238,16 @@ def _scale(
     shape = scale_shape(scaling, rows, cols, k_last)
     if packed and scaling == "1x32":
         shape = packed_scale_shape(shape)
+    # What fits goes on as it is, the same object: execute keeps no plan for what had to be viewed.
     if scaling == "tensor" and scale.numel() == 1:
-        return scale.resolve_neg().reshape(())
+        scale = scale.resolve_neg()
+        return scale if scale.dim() == 0 else scale.reshape(())
     if tuple(scale.shape) != shape:
         raise ValueError(
             f"{name}_scale is {tuple(scale.shape)}; {name} [{rows}, {cols}] with scales {scaling!r}, reduced along its "
             f"{'last' if k_last else 'first'} dimension, has {shape} of them"
         )
-    if scaling == "1x32" and E8M0.torch_dtype is not None:
+    if scaling == "1x32" and E8M0.torch_dtype not in (None, scale.dtype):
         scale = scale.view(E8M0.torch_dtype)
     scale = scale.resolve_neg().contiguous()
     if scale.dim() == 2 and scale.stride() != (shape[1], 1):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fourwave.backends import cutedsl_cache, guard
+from fourwave.backends.base import Relaunch
 from fourwave.ops.gemm.problem import PACKED_E2M1, SWIGLU, GemmProblem, GemmTensors
 from fourwave.ops.gemm.sm90_config import (
     FP8,
@@ -26,8 +27,10 @@ from fourwave.ops.gemm.sm90_config import (
     why_unsupported,
 )
 
+_SCALES_BY_TMA = ("128x128", "1x32")  # of b: the kernel reads scales by TMA
 MAX_PLANS = 4096  # kept per thread: sizes that change with every batch must not fill the memory
 ALIGN_BYTES = 16  # of bases and row strides, for TMA
+_ALIGN_BITS = ALIGN_BYTES - 1
 SCATTERED = "b copied: preshuffled weights are read from contiguous memory"
 
 
@@ -296,7 +299,27 @@ class _Plan:
             _pack_guard(self._block, _GUARD_AT, guard.flag.data_ptr())
         self._function(self._packed)
         if self._result.value:
-            raise RuntimeError(f"the launch failed with CUDA error {self._result.value}")
+            self._failed()
+
+    def _failed(self) -> None:
+        raise RuntimeError(f"the launch failed with CUDA error {self._result.value}")
+
+    def relaunch(self, device: int | None, scale_bits: int) -> Relaunch:
+        """`launch` on the device's current stream, of a product with one output and without a guard. scale_bits: those that must be 0
+        in the addresses of scales."""
+        block, function, packed, result, failed = self._block, self._function, self._packed, self._result, self._failed
+        current_device, current_stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+
+        def again(a: int, b: int, out: int, bias: int, scale_a: int, scale_b: int, alpha: float) -> bool:
+            if (a | b | out) & _ALIGN_BITS or (scale_a | scale_b) & scale_bits or current_device() != device:
+                return False
+            _pack_call(block, 0, a, b, out, bias, scale_a, scale_b, current_stream(device), alpha)
+            function(packed)
+            if result.value:
+                failed()
+            return True
+
+        return again
 
 
 @functools.lru_cache(maxsize=16)
@@ -348,12 +371,25 @@ def run(
     pointers = a.data_ptr(), b.data_ptr(), out.data_ptr(), z_pointer
     if entry is None or (pointers[0] | pointers[1] | pointers[2] | z_pointer) % ALIGN_BYTES:
         return _prepare(device, problem, config, tensors, out, guard)
-    if problem.b_scaling in ("128x128", "1x32") and any(
+    if problem.b_scaling in _SCALES_BY_TMA and any(
         scale.data_ptr() % ALIGN_BYTES for scale in (tensors.a_scale, tensors.b_scale) if scale is not None
     ):
         return _prepare(device, problem, config, tensors, out, guard)
     entry[0].launch(*pointers, tensors, torch._C._cuda_getCurrentRawStream(device), guard)
     return []
+
+
+def relaunch(problem: GemmProblem, tensors: GemmTensors) -> Relaunch | None:
+    """A call of `run` without config and guard, of a problem with one output, from addresses alone: for this thread, and for tensors
+    of the shapes, strides, types and device of `tensors`, whose like `run` has found to need no preparation. Else None."""
+    a, b, out = tensors.a, tensors.b, tensors.out
+    assert out is not None and not more_outputs(problem)
+    device = a.device.index
+    key = id(problem), id(None), device, a.stride(0), b.stride(0), out.stride(0), 0, None
+    entry = _local.__dict__.get("recent", {}).get(key)
+    if entry is None:
+        return None
+    return entry[0].relaunch(device, _ALIGN_BITS if problem.b_scaling in _SCALES_BY_TMA else 0)
 
 
 def _prepare(
