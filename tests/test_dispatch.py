@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import fourwave as fw
 from fourwave.backends import guard, registry, select
@@ -619,6 +622,29 @@ def test_a_second_call_of_a_kind_is_checked_like_the_first():
     assert any(entry.plan.a_view is not None for entry in quick._entries.values())
     with fw.use_backend("sim"), pytest.raises((fw.BackendUnavailable, NotImplementedError, ValueError)):
         fw.gemm(x.to(torch.int32), x.to(torch.int32))
+
+
+@pytest.mark.parametrize("options", [{}, {"out_format": "fp8_e4m3", "out_scale": torch.ones(())}])
+def test_a_flag_that_equals_a_bool_is_refused_by_a_second_call_too(options):
+    """1.0 and True are one key of a dict."""
+    x, call = torch.randn(8, 8), options | {"trans_a": False, "trans_b": True}
+    flags = ("trans_a", "trans_b", "accumulate", "batch_invariant", "fast_accum")
+    for q in (x, fw.quantize(x, "fp8_row")):
+        for _ in range(3):
+            fw.gemm(q, q, **call)
+        for name in flags:
+            for value in (float(name == "trans_b"), np.bool_(name == "trans_b")):
+                with pytest.raises(ValueError, match=f"{name} is .*; it must be True or False"):
+                    fw.gemm(q, q, **call | {name: value})
+
+
+def test_accumulate_without_out_is_refused_as_an_operator_too():
+    """There is nothing to add to but what new memory holds."""
+    x = torch.randn(8, 8)
+    for q in (x, fw.quantize(x, "fp8_row")):
+        for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+            with mode, pytest.raises(ValueError, match="accumulate=True adds to `out`, and no out was given"):
+                fw.gemm(q, q, accumulate=True)
 
 
 # --------------------------------------------------------------------------------------------------- what is missing

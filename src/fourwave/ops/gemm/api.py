@@ -368,10 +368,10 @@ def _call(args: Arguments) -> Tensor:
     if grad and any(t.dtype in FLOAT8 and t.requires_grad for t in (a, b)):
         raise ValueError("8-bit operands require grad: their gradient would be rounded to 8 bits; detach them")
     written = (out, args.preactivation, args.bias_grad, args.out_columnwise)
+    if args.accumulate and out is None and args.out_scaling is None:
+        raise ValueError("accumulate=True adds to `out`, and no out was given")
     scaled = args.a_scaling is not None or args.b_scaling is not None
     if all(t is None for t in written) and not scaled and not args.b_preshuffled:
-        if args.accumulate:
-            raise ValueError("accumulate=True adds to `out`, and no out was given")
         return torch.ops.fourwave.gemm(
             a, b, bias, args.trans_a, args.trans_b, args.out_dtype, args.activation, float(args.alpha), args.batch_invariant,
             args.backend,

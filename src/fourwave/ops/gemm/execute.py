@@ -67,6 +67,9 @@ def execute(args: Arguments) -> Tensor:
 
 def _token(spec: str, args: Arguments) -> Any:
     """What a plan is kept under, or None for arguments that will be refused or copied."""
+    flags = args.trans_a, args.trans_b, args.accumulate, args.batch_invariant, args.fast_accum
+    if any(type(flag) is not bool for flag in flags):
+        return None  # 1.0 and np.True_, which check refuses, are found under True
     key: list[Any] = [spec, args[NUM_TENSORS + 1 :]]
     tensors: tuple[Any, ...] = args[:NUM_TENSORS]
     for t in tensors:

@@ -77,6 +77,9 @@ def quick(
         a, a_scale, a_scaling, trans_a, b, b_scale, b_scaling, trans_b, preshuffled = parts
         if type(a) not in PLAIN or type(b) not in PLAIN:
             return None
+    # 1.0 and True are one key; the long way refuses one of them.
+    if not (type(trans_a) is type(trans_b) is type(accumulate) is type(batch_invariant) is type(fast_accum) is bool):
+        return None
     if a.layout is not _STRIDED or b.layout is not _STRIDED or a.is_neg() or b.is_neg():
         return None
     if grad and (a.requires_grad or b.requires_grad):
