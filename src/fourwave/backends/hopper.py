@@ -6,7 +6,7 @@ import functools
 import importlib.metadata
 import importlib.util
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -59,6 +59,15 @@ def _device_missing() -> str | None:
     if not any(_is_hopper(i) for i in indices):
         return f"{need}; the GPUs here are {', '.join(torch.cuda.get_device_name(i) for i in indices)}"
     return None
+
+
+def _way(problem: GemmProblem, config: GemmConfig | None) -> Any:
+    """The module that runs the problem, whose run and copies take what the backend's do."""
+    if sm90_one_group.takes(problem):
+        return sm90_one_group
+    if sm90_rescaled.fp8_problem(problem, config) is not None:  # type: ignore[arg-type]
+        return sm90_rescaled
+    return sm90_decoded if sm90_decoded.decodes(problem) else sm90_launch
 
 
 class HopperBackend(Backend):
@@ -123,34 +132,17 @@ class HopperBackend(Backend):
             return self._run_gemm(problem, config, tensors)
 
     def _run_gemm(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
-        if sm90_one_group.takes(problem):
-            return sm90_one_group.run(problem, config, tensors)  # type: ignore[arg-type]
-        if sm90_rescaled.fp8_problem(problem, config) is not None:  # type: ignore[arg-type]
-            return sm90_rescaled.run(problem, config, tensors)  # type: ignore[arg-type]
-        if sm90_decoded.decodes(problem):
-            return sm90_decoded.run(problem, config, tensors)  # type: ignore[arg-type]
-        return sm90_launch.run(problem, config, tensors)  # type: ignore[arg-type]
+        return _way(problem, config).run(problem, config, tensors)
 
     def relaunches(self, problem: GemmProblem) -> bool:
         """Of what one kernel runs, that reads the operands as they are."""
-        return not (
-            sm90_one_group.takes(problem)
-            or sm90_rescaled.fp8_problem(problem, None) is not None
-            or sm90_decoded.decodes(problem)
-            or sm90_launch.more_outputs(problem)
-        )
+        return _way(problem, None) is sm90_launch and not sm90_launch.more_outputs(problem)
 
     def relaunch(self, problem: GemmProblem, tensors: GemmTensors) -> Relaunch | None:
         return sm90_launch.relaunch(problem, tensors) if self.relaunches(problem) else None
 
     def copies(self, problem: GemmProblem, config: GemmConfig | None, tensors: GemmTensors) -> list[str]:
-        if sm90_one_group.takes(problem):
-            return sm90_one_group.copies(problem, config, tensors)  # type: ignore[arg-type]
-        if sm90_rescaled.fp8_problem(problem, config) is not None:  # type: ignore[arg-type]
-            return sm90_rescaled.copies(problem, config, tensors)  # type: ignore[arg-type]
-        if sm90_decoded.decodes(problem):
-            return sm90_decoded.copies(problem, config, tensors)  # type: ignore[arg-type]
-        return sm90_launch.copies(problem, config, tensors)  # type: ignore[arg-type]
+        return _way(problem, config).copies(problem, config, tensors)
 
     def why_quantize_unsupported(self, problem: QuantizeProblem) -> str | None:
         if problem.device_type != "cuda":
