@@ -87,10 +87,40 @@ def test_a_shift_in_place_between_workgroups(arch: str, schedule: str, threads: 
     y = np.arange(3 * block + 1, dtype=np.uint32)
     report = launch(program, y, y, block=block, grid=3, expect="global", schedule=schedule, threads=threads)
     assert {f.message for f in report.findings} <= OF_GROUPS
-    assert sum(f.count for f in report.findings) == 2, report  # at the two seams
+    # at the two seams; workgroups that run at the same time may both see it
+    assert sum(f.count for f in report.findings) in ([2] if threads == 1 else [2, 3, 4]), report
     out = np.zeros_like(y)
     launch(program, y, out, block=block, grid=3, schedule=schedule, threads=threads)
     launch(program, y, y, block=block, grid=3, schedule=schedule, checks=("memory", "race"))
+
+
+@archs
+def test_no_race_is_lost_between_host_threads(arch: str) -> None:
+    """Workgroups on two host threads read and write the same elements at the same time: each race is seen, by one of the two at least."""
+    groups, elements = 64, 16
+    body = "  %tid = rocdl.workitem.id.x : i32\n"
+    with on_arch(arch):
+        lanes = wave()
+        for n in range(elements):
+            body += f"""
+  %start{n} = llvm.mlir.constant({n * lanes} : i32) : i32
+  %i{n} = llvm.add %start{n}, %tid : i32
+  %p{n} = llvm.getelementptr %x[%i{n}] : (!llvm.ptr<1>, i32) -> !llvm.ptr<1>, i32
+  %v{n} = llvm.load %p{n} : !llvm.ptr<1> -> i32
+  llvm.store %v{n}, %p{n} : i32, !llvm.ptr<1>
+"""
+        program = lower(body, "%x: !llvm.ptr<1>")
+    x = np.zeros(elements * lanes, dtype=np.uint32)
+    for _ in range(20):
+        report = launch(program, x, block=lanes, grid=groups, expect="global", threads=2)
+        counts = {
+            m: sum(f.count for f in report.findings if f.message == m) for m in {f.message for f in report.findings}
+        }
+        read_and_written = sum(counts.pop(m, 0) for m in OF_GROUPS)
+        # Every store but an element's first finds another workgroup's.
+        assert counts == {"writes global memory that another workgroup wrote in this launch": (groups - 1) * x.size}
+        # Were all loads before all stores, each store would find one: that is the least.
+        assert groups * x.size <= read_and_written <= 2 * groups * x.size
 
 
 def test_the_address_is_that_of_the_element() -> None:

@@ -14,6 +14,8 @@ from machine import launch, lower  # tests/sim/machine.py
 from fourwave import sim
 from fourwave.ops.gemm.config import default_config
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
+from fourwave.sim.launch import _interruptible
+from fourwave.sim.native import RawLaunch
 
 pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
 
@@ -164,6 +166,41 @@ def test_an_interrupt_stops_a_launch():
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - start < 30  # the loop would take minutes
     assert out[0] == 0
+
+
+def interrupted(handler, times: int) -> list[str]:
+    """What becomes of a stand-in core that is interrupted `times` times and works on for half a second after the last one."""
+    raw, told = RawLaunch(), []
+
+    def core(_) -> int:
+        for _ in range(times):
+            time.sleep(0.15)
+            signal.raise_signal(signal.SIGINT)  # Python runs its handler in the main thread
+        time.sleep(0.5)
+        told.append("stopped" if raw.stop else "ended")
+        return 0
+
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        _interruptible(core, raw)
+        told.append("returned")
+    except KeyboardInterrupt:
+        told.append("raised")
+    finally:
+        assert signal.signal(signal.SIGINT, before) is handler
+    return told
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_interrupt_is_raised_once_the_core_has_ended(times):
+    """The core works on memory that the caller may free afterwards."""
+    assert interrupted(signal.default_int_handler, times) == ["stopped", "raised"]
+
+
+def test_a_handler_that_only_takes_note_does_not_stop_a_launch():
+    seen = []
+    assert interrupted(lambda number, frame: seen.append(number), 2) == ["ended", "returned"]
+    assert seen == [signal.SIGINT] * 2
 
 
 @pytest.mark.parametrize("option", [{"schedule": "randomx"}, {"schedule": "random:4294967297"}, {"step_limit": -1}])

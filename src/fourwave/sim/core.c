@@ -239,7 +239,9 @@ static inline i32 refusal(Group *g, u64 address, u32 bytes, int write) { return 
  * read them in the same interval (5), whether there is one (1), whether other workgroups read them, too (1).
  * Found, in any order: plain stores to the same bytes by two workgroups, or by two waves of one with no barrier between; a plain load and a plain
  * store of the same bytes by two waves of a workgroup with no barrier between, or by two workgroups, where the later one has done no atomic or
- * ordered operation that could have told it so. Which flag guards which bytes is not followed; a load counts as done where it is issued. */
+ * ordered operation that could have told it so. Which flag guards which bytes is not followed; a load counts as done where it is issued.
+ * Host threads share the words. An access first leaves its own word, in one atomic step, then looks for the other side's, both in one order for
+ * all threads (sequentially consistent): of two accesses that race one sees the other for certain, and both may, which then count as two. */
 static inline u64 writer_word(const Group *g, const Wave *w, u64 mask) {
     return (g->workgroup + 1) << 32 | (u64)(w - g->waves) << 26 | (u64)(w->epoch & 0x3fffff) << 4 | mask;
 }
@@ -252,15 +254,16 @@ static inline void note_read(Allocation *a, u64 reader, u64 address, u32 bytes) 
     for (u64 at = address, end = address + bytes; at < end;) {
         u32 level = 0;
         while ((at & ((1u << READ_SHIFT[level]) - 1)) || end - at < 1u << READ_SHIFT[level]) level++;
-        u64 *word = &a->readers[level][(at >> READ_SHIFT[level]) - (a->lo >> READ_SHIFT[level])], old = *word;
-        if (old >> 9 != reader >> 9) {
-            if (!old) {
-                *word = reader;
-                if (!(a->read >> level & 1)) __atomic_fetch_or(&a->read, 1 << level, __ATOMIC_RELAXED);
-            } else if (old >> 36 != reader >> 36) *word = reader | READER_GROUPS;
-            else if (old >> 14 != reader >> 14) *word = reader | (old & READER_GROUPS);
-            else if (!(old & READER_SECOND)) *word = old | (reader >> 9 & 31) << READER_OTHER | READER_SECOND;
-        }
+        u64 *word = &a->readers[level][(at >> READ_SHIFT[level]) - (a->lo >> READ_SHIFT[level])], old = __atomic_load_n(word, __ATOMIC_RELAXED), next;
+        if (!(__atomic_load_n(&a->read, __ATOMIC_RELAXED) >> level & 1)) __atomic_fetch_or(&a->read, 1 << level, __ATOMIC_SEQ_CST);
+        do {
+            if (old >> 9 == reader >> 9) break;
+            if (!old) next = reader;
+            else if (old >> 36 != reader >> 36) next = reader | READER_GROUPS;
+            else if (old >> 14 != reader >> 14) next = reader | (old & READER_GROUPS);
+            else if (!(old & READER_SECOND)) next = old | (reader >> 9 & 31) << READER_OTHER | READER_SECOND;
+            else break;
+        } while (!__atomic_compare_exchange_n(word, &old, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
         at += 1u << READ_SHIFT[level];
     }
 }
@@ -270,10 +273,10 @@ static void read_before(Group *g, Wave *w, u64 address, u32 bytes, i32 lane, i32
     const Allocation *a = g->last;
     const u64 mine = READER(g->workgroup, w->epoch, w - g->waves);
     for (u32 level = 0; level < 4; level++) {
-        if (!(a->read >> level & 1)) continue;
+        if (!(__atomic_load_n(&a->read, __ATOMIC_SEQ_CST) >> level & 1)) continue;
         const u32 shift = READ_SHIFT[level];
         for (u64 n = address >> shift; n <= (address + bytes - 1) >> shift; n++) {
-            u64 old = a->readers[level][n - (a->lo >> shift)];
+            u64 old = __atomic_load_n(&a->readers[level][n - (a->lo >> shift)], __ATOMIC_SEQ_CST);
             if (!old || old == mine) continue;
             u64 at = n << shift < address ? address : n << shift;
             if ((old >> 36 != mine >> 36 || old & READER_GROUPS) && !g->synchronised) report(g, F_GLOBAL, line, w, lane, at, -1, -1, 4);
@@ -289,19 +292,21 @@ static void read_before(Group *g, Wave *w, u64 address, u32 bytes, i32 lane, i32
 static inline void global_write_check(Group *g, Wave *w, u64 address, u32 bytes, const uint8_t *value, i32 lane, i32 line) {
     Allocation *a = g->last;
     if (!a->writers) return;
-    a->written = 1;
+    if (!__atomic_load_n(&a->written, __ATOMIC_RELAXED)) __atomic_store_n(&a->written, 1, __ATOMIC_SEQ_CST);
     for (u64 at = address & ~3ull; at < address + bytes; at += 4) {
         u64 first = at < address ? address - at : 0, last = address + bytes - at < 4 ? address + bytes - at : 4;
-        u64 mask = (15u << first) & (15u >> (4 - last)), *word = &a->writers[(at - (a->lo & ~3ull)) >> 2], old = *word, mine = writer_word(g, w, mask);
+        u64 mask = (15u << first) & (15u >> (4 - last)), *word = &a->writers[(at - (a->lo & ~3ull)) >> 2], mine = writer_word(g, w, mask);
+        u64 old = __atomic_load_n(word, __ATOMIC_RELAXED), next;
+        do next = old >> 4 == mine >> 4 ? old | mask : mine;
+        while (old != next && !__atomic_compare_exchange_n(word, &old, next, 0, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
         if (old & mask) {
             if (old >> 32 != mine >> 32) report(g, F_GLOBAL, line, w, lane, at, -1, -1, 0);
             else if ((old >> 26 & 63) != (mine >> 26 & 63) && (old >> 4 & 0x3fffff) == (w->epoch & 0x3fffff)
                      && memcmp((const uint8_t *)(uintptr_t)(at + first), value + (at + first - address), last - first))
                 report(g, F_GLOBAL, line, w, lane, at, (i32)(old >> 26 & 63), -1, 1);
         }
-        *word = old >> 4 == mine >> 4 ? old | mask : mine;
     }
-    if (a->read) read_before(g, w, address, bytes, lane, line);
+    if (__atomic_load_n(&a->read, __ATOMIC_SEQ_CST)) read_before(g, w, address, bytes, lane, line);
 }
 
 /* A lane's dwords, one after the other; 64: what `dest` of run_wave has room for. */
@@ -335,10 +340,10 @@ static inline void global_read_check(Group *g, Wave *w, u64 address, u32 bytes, 
     Allocation *a = g->last;
     if (!a->writers) return;
     note_read(a, READER(g->workgroup, w->epoch, w - g->waves), address, bytes);
-    if (!a->written) return;
+    if (!__atomic_load_n(&a->written, __ATOMIC_SEQ_CST)) return;
     for (u64 at = address & ~3ull; at < address + bytes; at += 4) {
         u64 first = at < address ? address - at : 0, last = address + bytes - at < 4 ? address + bytes - at : 4;
-        u64 mask = (15u << first) & (15u >> (4 - last)), old = a->writers[(at - (a->lo & ~3ull)) >> 2];
+        u64 mask = (15u << first) & (15u >> (4 - last)), old = __atomic_load_n(&a->writers[(at - (a->lo & ~3ull)) >> 2], __ATOMIC_SEQ_CST);
         if (!(old & mask)) continue;
         if (old >> 32 != g->workgroup + 1) { if (!g->synchronised) report(g, F_GLOBAL, line, w, lane, at, -1, -1, 2); }
         else if ((old >> 26 & 63) != (u64)(w - g->waves) && (old >> 4 & 0x3fffff) == (w->epoch & 0x3fffff)) report(g, F_GLOBAL, line, w, lane, at, (i32)(old >> 26 & 63), -1, 3);

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -110,19 +111,45 @@ class Memory:
 
 
 def _interruptible(core: Callable[..., int], raw: RawLaunch) -> int:
-    """Call the core so that Ctrl-C stops it at its waves' next turn: only the main thread gets the signal, and not while in C."""
+    """Call the core so that Ctrl-C stops it at its waves' next turn: only the main thread gets the signal, and not while in C.
+
+    However often it is interrupted, this returns or raises only once the core has ended: it works on memory that the caller frees then. So what
+    a signal's handler raises is kept until that moment (Thread.join would take an interrupted wait for the thread's end, CPython up to 3.12).
+    """
     if threading.current_thread() is not threading.main_thread():
         return core(ctypes.byref(raw))
     results: list[int] = []
-    thread = threading.Thread(target=lambda: results.append(core(ctypes.byref(raw))), name="fourwave-sim", daemon=True)
-    thread.start()
+    raised: list[BaseException] = []
+    ended = threading.Event()
+
+    def call() -> None:
+        try:
+            results.append(core(ctypes.byref(raw)))
+        finally:
+            ended.set()
+
+    def keeping(handler: Callable[[int, Any], Any]) -> Callable[[int, Any], None]:
+        def kept(number: int, frame: Any) -> None:
+            try:
+                handler(number, frame)
+            except BaseException as error:
+                raised.append(error)
+                raw.stop = 1
+
+        return kept
+
+    handlers = {s: h for s in signal.valid_signals() if callable(h := signal.getsignal(s))}
     try:
-        while thread.is_alive():
-            thread.join(0.2)
-    except BaseException:
-        raw.stop = 1
-        thread.join()
-        raise
+        for number, handler in handlers.items():
+            signal.signal(number, keeping(handler))
+        threading.Thread(target=call, name="fourwave-sim", daemon=True).start()
+        while not ended.wait(0.2):
+            pass
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if raised:
+        raise raised[0]
     return results[0]
 
 
