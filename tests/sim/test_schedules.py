@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -150,56 +149,74 @@ def test_a_long_loop_is_not_taken_for_a_hang():
 
 
 def test_an_interrupt_stops_a_launch():
-    def interrupt():
-        time.sleep(0.5)
-        signal.raise_signal(signal.SIGINT)
+    started, out = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
+    program = lower("  llvm.store %n, %started : i32, !llvm.ptr<1>\n" + LONG, "%out: !llvm.ptr<1>, %n: i32, %started: !llvm.ptr<1>")  # fmt: skip
+    over = threading.Event()
 
-    out = np.zeros(1, dtype=np.int32)
-    program = lower(LONG, "%out: !llvm.ptr<1>, %n: i32")
-    threading.Thread(target=interrupt).start()
-    start = time.monotonic()
+    def interrupt():
+        while not started[0] and not over.wait(0.01):
+            pass
+        if not over.is_set():
+            signal.raise_signal(signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
+        thread.start()
         with pytest.raises(KeyboardInterrupt):
-            launch(program, out, 2**31 - 1, block=1)
+            launch(program, out, 2**31 - 1, started, block=1)
     finally:
+        over.set()
+        thread.join()
         signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - start < 30  # the loop would take minutes
-    assert out[0] == 0
+    assert out[0] == 0  # the loop, which would take minutes, did not end
 
 
-def interrupted(handler, times: int) -> list[str]:
-    """What becomes of a stand-in core that is interrupted `times` times and works on for half a second after the last one."""
+def interrupted(handler, times: int, stops: bool) -> list[str]:
+    """What becomes of a stand-in core that is interrupted `times` times and works on for a while after the last one.
+
+    `stops`: whether it waits to be told to stop before that.
+    """
     raw, told = RawLaunch(), []
+    handled, left = threading.Semaphore(0), threading.Event()
+
+    def counting(number, frame):
+        handled.release()
+        handler(number, frame)
 
     def core(_) -> int:
         for _ in range(times):
-            time.sleep(0.15)
-            signal.raise_signal(signal.SIGINT)  # Python runs its handler in the main thread
-        time.sleep(0.5)
+            if not left.is_set():
+                signal.raise_signal(signal.SIGINT)  # Python runs its handler in the main thread
+                assert handled.acquire(timeout=60)
+        for _ in range(6000):
+            if raw.stop or not stops or left.wait(0.01):
+                break
+        left.wait(0.5)
         told.append("stopped" if raw.stop else "ended")
         return 0
 
-    before = signal.signal(signal.SIGINT, handler)
+    before = signal.signal(signal.SIGINT, counting)
     try:
         _interruptible(core, raw)
         told.append("returned")
     except KeyboardInterrupt:
         told.append("raised")
     finally:
-        assert signal.signal(signal.SIGINT, before) is handler
+        left.set()
+        assert signal.signal(signal.SIGINT, before) is counting
     return told
 
 
 @pytest.mark.parametrize("times", [1, 3])
 def test_an_interrupt_is_raised_once_the_core_has_ended(times):
     """The core works on memory that the caller may free afterwards."""
-    assert interrupted(signal.default_int_handler, times) == ["stopped", "raised"]
+    assert interrupted(signal.default_int_handler, times, stops=True) == ["stopped", "raised"]
 
 
 def test_a_handler_that_only_takes_note_does_not_stop_a_launch():
     seen = []
-    assert interrupted(lambda number, frame: seen.append(number), 2) == ["ended", "returned"]
+    assert interrupted(lambda number, frame: seen.append(number), 2, stops=False) == ["ended", "returned"]
     assert seen == [signal.SIGINT] * 2
 
 
