@@ -9,6 +9,7 @@ there is an activation. Nothing is transposed and nothing is read on the host.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,38 @@ from fourwave.nn.weights import WatchedParameter
 from fourwave.ops.gemm.operators import _activation_backward
 from fourwave.ops.gemm.problem import SWIGLU
 from fourwave.recipes import Plan
+
+_FORWARDS = itertools.count()  # of forward passes that put off wgrad, in this process
+
+
+class Pass(NamedTuple):
+    """What one backward pass through one forward pass of a module put off: a parameter and its wgrad for each product."""
+
+    forward: int
+    task: int
+    products: list[tuple[Tensor, Any]]
+
+
+class Later:
+    """Where the products of one forward pass put off wgrad. `waiting`, the module's, gets a Pass for each backward pass through it: two
+    of a graph that is kept, or what backward_dw has not taken, are not one."""
+
+    def __init__(self, waiting: list[Pass]) -> None:
+        self.waiting, self.forward = waiting, next(_FORWARDS)
+
+    def put(self, weight: Tensor, wgrad: Any) -> None:
+        """Called in a backward pass."""
+        task = torch._C._current_graph_task_id()
+        for each in reversed(self.waiting):
+            if (each.forward, each.task) == (self.forward, task):
+                each.products.append((weight, wgrad))
+                return
+        self.waiting.append(Pass(self.forward, task, [(weight, wgrad)]))
+
+
+def alone(operand: products.Operand) -> products.Operand:
+    """Without the graph that made it, which would live as long."""
+    return operand.detach() if isinstance(operand, Tensor) else operand
 
 
 class Call(NamedTuple):
@@ -107,7 +140,7 @@ def linear(
     cached: Pair | None = None,
     main_grad: Tensor | None = None,
     overwrite: bool = False,
-    later: list[Any] | None = None,
+    later: Later | None = None,
 ) -> Tensor:
     """act(x @ weight.T + bias) by the recipe of `step`.
 
@@ -116,7 +149,7 @@ def linear(
     cached      weight quantized earlier, both directions that are needed
     main_grad   [N, K] float: the weight's gradient is added to it (or, with overwrite, replaces what it holds), and autograd
                 gets none
-    later       wgrad is not computed but appended, as a function to call
+    later       wgrad is not computed but put there
     returns     [..., N] ([..., N / 2] for swiglu) of compute_dtype(x)
     """
     grad = torch.is_grad_enabled()
@@ -156,7 +189,7 @@ class _Linear(torch.autograd.Function):
         main_grad: Tensor | None,
         call: Call,
         cached: Pair | None,
-        later: list[Any] | None,
+        later: Later | None,
         seed: Tensor | None,
     ) -> Any:
         plan, slot = call.plan, call.slot
@@ -246,9 +279,11 @@ class _Linear(torch.autograd.Function):
             db = dz.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if call.need_w:
             assert gs.col is not None and x_col is not None
+            if ctx.later is not None:
+                x_col = alone(x_col)
             wgrad = _Wgrad(call, gs.col, x_col, ctx.main_grad, ctx.bias_dtype if fused_bias else None)
             if ctx.later is not None:
-                ctx.later.append((ctx.weight, wgrad))
+                ctx.later.put(ctx.weight, wgrad)
             else:
                 dw, fused = wgrad.run()
                 db = fused if fused_bias else db

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fourwave.nn import products
 from fourwave.nn.base import GRAD, INPUT, WEIGHT, record
-from fourwave.nn.function import Call, _told, check_input, compute_dtype
+from fourwave.nn.function import Call, Later, _told, alone, check_input, compute_dtype
 from fourwave.nn.linear import LinearBase, made_parameter, reset_linear
 from fourwave.nn.parts import MainGrads
 from fourwave.nn.products import Operand, Pair, in_dtype, pack, pair, unpack
@@ -115,7 +115,7 @@ class GroupedLinear(LinearBase):
             step.plan, compute_dtype(x), weight.dtype, None, grad and x.requires_grad, grad and weight.requires_grad,
             grad and bias is not None and bias.requires_grad, step.observe, 0, step.fnuz, step.backend, overwrite,
         )  # fmt: skip
-        later = self._delayed if self.delay_wgrad_compute else None
+        later = self._later()
         result = _Grouped.apply(
             x,
             weight,
@@ -174,7 +174,7 @@ class _Grouped(torch.autograd.Function):
         main_grad: Tensor | MainGrads | None,
         call: Call,
         cached: Pair | None,
-        later: list[Any] | None,
+        later: Later | None,
         seed: Tensor | None,
         rows: Tensor | None,
         all_rows: bool,
@@ -263,9 +263,11 @@ class _Grouped(torch.autograd.Function):
             db = db.to(ctx.bias_dtype)
         if call.need_w:
             assert gs.col is not None and x_col is not None
+            if ctx.later is not None:
+                x_col = alone(x_col)
             wgrad = _GroupedWgrad(call, gs.col, x_col, m_sizes, ctx.main_grad)
             if ctx.later is not None:
-                ctx.later.append((ctx.weight, wgrad))
+                ctx.later.put(ctx.weight, wgrad)
             else:
                 dw, _none = wgrad.run()
         if ctx.main_grad is not None:

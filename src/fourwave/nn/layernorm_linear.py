@@ -76,7 +76,7 @@ class LayerNormLinear(LinearBase):
             zero_centered=self.zero_centered_gamma, dtype=compute_dtype(x),
         )  # fmt: skip
         bias = None if self.return_bias else self.bias
-        y = self._product(normal, "weight", bias, step, is_first_microbatch=is_first_microbatch)
+        y = self._product(normal, "weight", bias, step, is_first_microbatch=is_first_microbatch, later=self._later())
         results = [y, *[self.bias] * self.return_bias, *[normal] * self.return_layernorm_output]
         return results[0] if len(results) == 1 else tuple(results)
 

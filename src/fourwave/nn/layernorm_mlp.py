@@ -118,7 +118,7 @@ class LayerNormMLP(LinearBase):
         """x [..., hidden_size] -> [..., hidden_size], then fc2_bias with return_bias, then norm(x) with
         return_layernorm_output. is_first_microbatch: see Linear.forward."""
         check_features(x, self.hidden_size)
-        step = self._begin(x.device)
+        step, later = self._begin(x.device), self._later()
         normal = norm(
             x, self.layer_norm_weight, self.layer_norm_bias, normalization=self.normalization, eps=self.eps,
             zero_centered=self.zero_centered_gamma, dtype=compute_dtype(x),
@@ -126,13 +126,13 @@ class LayerNormMLP(LinearBase):
         separate = _SEPARATE.get(self.activation)
         h = self._product(
             normal, "fc1_weight", self.fc1_bias, step, is_first_microbatch=is_first_microbatch,
-            activation=self.activation if separate is None else None,
+            later=later, activation=self.activation if separate is None else None,
         )  # fmt: skip
         if separate is not None:
             h = separate(h)
         bias = None if self.return_bias else self.fc2_bias
         y = self._product(
-            h, "fc2_weight", bias, step, is_first_microbatch=is_first_microbatch, slot=_SLOTS_PER_LINEAR
+            h, "fc2_weight", bias, step, is_first_microbatch=is_first_microbatch, later=later, slot=_SLOTS_PER_LINEAR
         )  # fmt: skip
         results = [y, *[self.fc2_bias] * self.return_bias, *[normal] * self.return_layernorm_output]
         return results[0] if len(results) == 1 else tuple(results)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fourwave.nn.base import QuantizedModule, Step
-from fourwave.nn.function import check_dense, check_input, compute_dtype, linear, quantize_weight
+from fourwave.nn.function import Later, Pass, check_dense, check_input, compute_dtype, linear, quantize_weight
 from fourwave.nn.products import Packed, Pair, pack, pair, unpack
 from fourwave.nn.weights import WeightCache
 from fourwave.quantize import QuantizedTensor
@@ -34,7 +34,7 @@ class LinearBase(QuantizedModule):
     def _forget(self) -> None:
         super()._forget()
         self._caches: dict[str, WeightCache] = {}
-        self._delayed: list[Any] = []
+        self._delayed: list[Pass] = []  # in the order of the backward passes
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -49,10 +49,11 @@ class LinearBase(QuantizedModule):
         step: Step,
         *,
         is_first_microbatch: bool | None,
+        later: Later | None,
         activation: str | None = None,
         slot: int = 0,
     ) -> Tensor:
-        """act(x @ weight.T + bias) with the parameter called `name`."""
+        """act(x @ weight.T + bias) with the parameter called `name`. later: of the forward pass, see `_later`."""
         weight, cached, main_grad, overwrite = self._weight(name, x, step, slot, is_first_microbatch)
         columns = self._stored[name].shape[1] if name in self._stored else weight.shape[1]
         if x.dim() == 0 or x.shape[-1] != columns:
@@ -61,8 +62,13 @@ class LinearBase(QuantizedModule):
             )
         return linear(
             x, weight, bias, step, activation=activation, slot=slot, cached=cached, main_grad=main_grad, overwrite=overwrite,
-            later=self._delayed if self.delay_wgrad_compute else None,
+            later=later,
         )  # fmt: skip
+
+    def _later(self) -> Later | None:
+        """Called once in a forward pass: where it puts off wgrad, if it does."""
+        delays = self.delay_wgrad_compute and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        return Later(self._delayed) if delays else None
 
     def _weight(
         self, name: str, x: Tensor, step: Step, slot: int, is_first_microbatch: bool | None
@@ -203,14 +209,14 @@ class LinearBase(QuantizedModule):
         self._run_delayed(len(self._delayed))
 
     def _run_delayed(self, count: int) -> None:
-        """The first `count` of them."""
+        """Those of the first `count` backward passes that wait."""
         waiting, self._delayed[:] = self._delayed[:count], self._delayed[count:]
         with torch.no_grad():
-            for weight, wgrad in waiting:
-                dw, _ = wgrad.run()
-                if wgrad.main_grad is not None:
-                    continue
-                self._add_grad(weight, dw)
+            for each in waiting:
+                for weight, wgrad in each.products:
+                    dw, _ = wgrad.run()
+                    if wgrad.main_grad is None:
+                        self._add_grad(weight, dw)
 
     def _add_grad(self, weight: Tensor, grad: Tensor) -> None:
         _backward([weight], [grad], [getattr(self, name) for name in self._weights])
@@ -332,7 +338,7 @@ class Linear(LinearBase, nn.Linear):
         check_input(x)
         step = self._begin(x.device)
         bias = None if self.return_bias else self.bias
-        y = self._product(x, "weight", bias, step, is_first_microbatch=is_first_microbatch)
+        y = self._product(x, "weight", bias, step, is_first_microbatch=is_first_microbatch, later=self._later())
         return (y, self.bias) if self.return_bias else y
 
     def extra_repr(self) -> str:

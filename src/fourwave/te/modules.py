@@ -88,10 +88,7 @@ class _Module(fnn.QuantizedModule):
             raise RuntimeError(
                 "backward_dw: no backward pass waits for its weight gradients; each call computes those of one"
             )
-        # A pass puts off one product of each linear layer, at most, those of the last one first.
-        slots = [wgrad.call.slot for _, wgrad in waiting]
-        count = next((i for i in range(1, len(slots)) if slots[i] >= slots[i - 1]), len(slots))
-        self._run_delayed(count)  # type: ignore[operator]
+        self._run_delayed(1)  # type: ignore[operator]
         for hook in self._after_wgrad:
             hook()
 
