@@ -309,27 +309,42 @@ def test_another_current_device_is_changed_for_the_launch(machine: Machine, monk
     assert runs == [1]
 
 
-def test_threads_write_argument_blocks_of_their_own(machine: Machine) -> None:
+def test_threads_write_argument_blocks_of_their_own(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the kind is new to both, and one has called four times before the other knows what its first call found out."""
     a, b = matrix(M, K), matrix(N, K)
-    blocks: dict[str, set[int]] = {}
+    idents: dict[str, int] = {}
+    both, four_times = threading.Barrier(2, timeout=60), threading.Event()
+    plan_of = quick.plan_of
 
-    def calls(name: str) -> None:
+    def found_out(args: Any) -> Any:
+        both.wait()
+        if threading.current_thread().name == "other":
+            assert four_times.wait(60)
+        return plan_of(args)
+
+    def calls() -> None:
         for _ in range(4):
             fw.gemm(a, b, backend="hopper")
-        (entry,) = quick._entries.values()
-        assert entry.launches is not None
-        launch: Any = entry.launches[threading.get_ident()]
-        held = [cell.cell_contents for cell in launch.__closure__]
-        blocks[name] = {id(each) for each in held if isinstance(each, bytearray)}
-        waiting.wait()
+        name = threading.current_thread().name
+        idents[name] = threading.get_ident()
+        if name == "one":
+            four_times.set()
+        both.wait()  # a thread that is gone leaves its number to others
 
-    waiting = threading.Barrier(2)
-    threads = [threading.Thread(target=calls, args=(name,)) for name in ("one", "other")]
+    monkeypatch.setattr(quick, "plan_of", found_out)
+    threads = [threading.Thread(target=calls, name=name) for name in ("one", "other")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(blocks["one"]) == len(blocks["other"]) == 1 and blocks["one"] != blocks["other"]
+    (entry,) = quick._entries.values()
+    assert entry.launches is not None and entry.launches.keys() == set(idents.values()) and len(idents) == 2
+    blocks: list[set[int]] = []
+    for ident in idents.values():
+        launch: Any = entry.launches[ident]
+        held = [cell.cell_contents for cell in launch.__closure__]
+        blocks.append({id(each) for each in held if isinstance(each, bytearray)})
+    assert len(blocks[0]) == len(blocks[1]) == 1 and blocks[0] != blocks[1]
     assert len(machine.seen) == 8
 
 

@@ -117,9 +117,10 @@ def quick(
                 _entries.clear()
             launches: dict[int, Relaunch] | None = {} if plan.backend.relaunches(plan.problem) else None
             told = out is not None and plan.backend.name != "native"
-            _entries[key] = _Entry(
+            found = _Entry(
                 plan, _extent(a), _extent(b), _extent(out), (_extent(bias), _extent(a_scale), _extent(b_scale)), result.stride(), result.dtype, result.device, told, launches
             )  # fmt: skip
+            _entries.setdefault(key, found)  # another thread's of the same kind may have launches by now
         return result
     plan, a_extent, b_extent, out_extent, others, strides, dtype, device, told, launches = entry
     a_start, b_start = a.data_ptr(), b.data_ptr()
