@@ -58,6 +58,15 @@ def test_transformer_engines_paths(line: str, expected: Any) -> None:
         ("from fourwave.te.pytorch.optimizers import FusedAdam", "torch.optim"),
         ("from fourwave.te.pytorch import Float8Tensor", "fourwave.quantize"),
         ("from fourwave.te.pytorch.tensor.mxfp8_tensor import MXFP8Tensor", "fourwave.quantize"),
+        ("from fourwave.te.pytorch.module.base import get_ub", "no tensor parallelism"),
+        ("from fourwave.te.pytorch.distributed import gather_along_first_dim", "no tensor parallelism"),
+        ("from fourwave.te.pytorch.quantization import DelayedScalingRecipeState", "delayed_amax_history"),
+        ("from fourwave.te.pytorch.cpp_extensions import fused_attn_fwd", "scaled_dot_product_attention"),
+        ("from fourwave.te.pytorch.utils import get_device_compute_capability", "torch.cuda.get_device_capability"),
+        ("from fourwave.te.pytorch.router import fused_moe_aux_loss", "MoEMLP"),
+        ("from fourwave.te.common.recipe import CurrentScaling", "Float8CurrentScaling"),
+        ("from fourwave.te.common.recipe import nonsense", "cannot import name 'nonsense'"),
+        ("import fourwave.te.quantization.nonsense", "No module named 'fourwave.te.quantization.nonsense'"),
         ("from fourwave.te import nonsense", "cannot import name 'nonsense'"),
         ("import fourwave.te.pytorch.nonsense", "No module named 'fourwave.te.pytorch.nonsense'"),
     ],
@@ -65,6 +74,44 @@ def test_transformer_engines_paths(line: str, expected: Any) -> None:
 def test_what_an_import_does_not_find_is_told(line: str, says: str) -> None:
     with pytest.raises(ImportError, match=says):
         exec(line, {})
+
+
+# What `transformer_engine.pytorch` of 2.20 has.
+NAMES = """CudaRNGStatesTracker CusolverMpCtx DType DelayedScalingRequest DotProductAttention Float8BlockQuantizer Float8BlockwiseQTensor
+Float8BlockwiseQTensorStorage Float8CurrentScalingQuantizer Float8Quantizer Float8Tensor Float8TensorStorage Fp8Padding Fp8Unpadding
+FusedMLAQUpProjRopeQuant GroupedLinear HybridQuantizedTensor HybridQuantizedTensorStorage HybridQuantizer IdentityQuantizer IdentityTensor
+IdentityTensorStorage InferenceParams LayerNorm LayerNormLinear LayerNormMLP Linear MXFP8Quantizer MXFP8Tensor MXFP8TensorStorage
+ManualOffloadSynchronizer MultiheadAttention NVFP4Quantizer NVFP4Tensor NVFP4TensorStorage QuantizedTensor QuantizedTensorStorage Quantizer
+QuantizerRequest QuantizerRole RMSNorm RotaryPositionEmbedding TransformerLayer UserBufferQuantizationMode autocast checkpoint constants
+deinterleave_glu_tensor destroy_ub fp8_autocast fp8_model_init get_cpu_offload_context get_cudnn_version get_default_recipe
+get_device_compute_capability initialize_ub interleave_glu_tensor is_bf16_available is_fp8_available is_fp8_block_scaling_available
+is_mxfp8_available is_nvfp4_available make_graphed_callables mark_not_offload moe_permute moe_permute_and_pad_with_probs
+moe_permute_with_probs moe_sort_chunks_by_index moe_sort_chunks_by_index_with_probs moe_unpermute newton_schulz onnx_export ops optimizers
+parallel_cross_entropy prepare_for_saving quantized_model_init restore_from_func_ctx restore_from_saved""".split()
+HERE = """CudaRNGStatesTracker DotProductAttention Fp8Padding Fp8Unpadding GroupedLinear LayerNorm LayerNormLinear LayerNormMLP Linear
+MultiheadAttention RMSNorm TransformerLayer autocast checkpoint fp8_autocast fp8_model_init get_default_recipe is_bf16_available
+is_fp8_available is_fp8_block_scaling_available is_mxfp8_available is_nvfp4_available quantized_model_init""".split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_here_or_told(name: str) -> None:
+    assert hasattr(te, name) == (name in HERE) == (name in te.__all__)
+    if name not in HERE:
+        with pytest.raises(AttributeError, match=f"fourwave.te has no {name}; instead: "):
+            getattr(te, name)
+        with pytest.raises(ImportError, match=f"fourwave.te has no {name}; instead: "):
+            exec(f"from fourwave.te.pytorch import {name}", {})
+
+
+@pytest.mark.parametrize("module", [te.distributed, te.cpp_extensions, te.module, te.quantization, te.recipe])
+def test_what_a_module_lacks_is_told(module: Any) -> None:
+    for name, says in (
+        ("MXFP8Quantizer", "quantize makes"),
+        ("nonsense", f"module '{module.__name__}' has no attribute"),
+    ):
+        assert not hasattr(module, name)
+        with pytest.raises(AttributeError, match=says):
+            getattr(module, name)
 
 
 def test_other_imports_go_on_as_before() -> None:

@@ -11,13 +11,13 @@ lists what is here.
 """
 
 import sys
-from typing import Any
 
 from fourwave.te import distributed, paths, quantization, recipe
 from fourwave.te import gemm as cpp_extensions
 from fourwave.te import modules as module
+from fourwave.te.distributed import CudaRNGStatesTracker
 from fourwave.te.gemm import general_gemm, general_grouped_gemm
-from fourwave.te.missing import DotProductAttention, MultiheadAttention, TransformerLayer, instead_of
+from fourwave.te.missing import DotProductAttention, MultiheadAttention, TransformerLayer, getattr_of
 from fourwave.te.modules import GroupedLinear, LayerNorm, LayerNormLinear, LayerNormMLP, Linear, RMSNorm
 from fourwave.te.padding import Fp8Padding, Fp8Unpadding
 from fourwave.te.quantization import (
@@ -43,13 +43,11 @@ fp8 = quantization  # its older name
 __version__ = "2.20.0.dev0"
 
 __all__ = [
-    "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear",
+    "CudaRNGStatesTracker", "DotProductAttention", "Fp8Padding", "Fp8Unpadding", "GroupedLinear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "Linear",
     "MultiheadAttention", "RMSNorm", "TransformerLayer", "autocast", "checkpoint", "common", "cpp_extensions", "distributed",
     "fp8_autocast", "fp8_model_init", "general_gemm", "general_grouped_gemm", "get_default_recipe", "is_bf16_available",
     "is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available", "is_nvfp4_available", "module", "pytorch", "quantized_model_init",
     "recipe",
 ]  # fmt: skip
 
-
-def __getattr__(name: str) -> Any:
-    raise AttributeError(instead_of(name) or f"module 'fourwave.te' has no attribute {name!r}")
+__getattr__ = getattr_of(__name__)

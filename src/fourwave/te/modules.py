@@ -324,6 +324,14 @@ class GroupedLinear(_Module, fnn.GroupedLinear):
     ) -> None:
         if num_gemms < 1:
             raise ValueError(f"num_gemms is {num_gemms}; it must be at least 1")
+        for argument, given in (
+            ("single_grouped_weight", single_grouped_weight),
+            ("single_grouped_bias", single_grouped_bias),
+        ):
+            if given:
+                raise NotImplementedError(
+                    f"GroupedLinear({argument}=True): each of the {num_gemms} experts has parameters of its own here, slices of one tensor"
+                )
         super().__init__(
             num_gemms, in_features, out_features, bias, params_dtype=params_dtype, device=_device(device),
             init_method=init_method or normal_init, fuse_wgrad_accumulation=fuse_wgrad_accumulation,

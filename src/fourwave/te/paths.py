@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from fourwave.te import distributed, gemm, modules, quantization, recipe
-from fourwave.te.missing import instead_of
+from fourwave.te.missing import getattr_of, instead_of
 
 _MODULES = (
     "base",
@@ -43,6 +43,9 @@ def register(te: ModuleType) -> ModuleType:
         sys.modules[f"{te.__name__}.{path}"] = module
         short = f"{te.__name__}.{path.removeprefix('pytorch.')}"  # fourwave.te is transformer_engine.pytorch, too
         sys.modules.setdefault(short, module)
+    for module in (distributed, gemm, modules, quantization, recipe):
+        module.__getattr__ = getattr_of(module.__name__)  # type: ignore[method-assign]
+        module.__path__ = []  # of a package, whose `from package import name` asks the finder for names that it lacks
     sys.meta_path.append(_Told())
     return common
 

@@ -118,8 +118,16 @@ def _backward(backward_override: str | None) -> str:
 
 
 def _no_attention(fp8_dpa: bool, fp8_mha: bool) -> None:
+    _flags(fp8_dpa=fp8_dpa, fp8_mha=fp8_mha)
     if fp8_dpa or fp8_mha:
         raise NotImplementedError("fp8_dpa and fp8_mha: there is no attention here")
+
+
+def _flags(**values: Any) -> None:
+    """Formats in the place of flags, say, of other versions' order of arguments, are true of all."""
+    for name, value in values.items():
+        if value is not True and value is not False:
+            raise ValueError(f"{name} is {value!r}; it must be True or False")
 
 
 def _split(recipe: str, fprop: MMParams, dgrad: MMParams, wgrad: MMParams, *, fixed: bool) -> bool:
@@ -140,15 +148,43 @@ def _said() -> Any:
     return field(init=False, repr=False)
 
 
+class _OverrideLinearPrecision(NamedTuple):
+    """Which products are in high precision."""
+
+    fprop: bool = False
+    dgrad: bool = False
+    wgrad: bool = False
+
+
+_NOTHING = _OverrideLinearPrecision()
+
+
+def _overridden(given: Any) -> _OverrideLinearPrecision:
+    if not isinstance(given, (tuple, list)) or len(given) != 3 or any(each not in (False, True) for each in given):
+        raise ValueError(f"override_linear_precision is {given!r}; it must be a flag each for fprop, dgrad and wgrad")
+    override = _OverrideLinearPrecision(*map(bool, given))
+    if override.fprop or override.dgrad:
+        raise NotImplementedError(
+            f"override_linear_precision={tuple(override)}: (False, False, True), wgrad in high precision, is here, as in Transformer "
+            "Engine; Float8CurrentScaling(backward_override='high_precision') has dgrad so, too"
+        )
+    return override
+
+
 @dataclass(frozen=True, init=False)
 class DelayedScaling(recipes.DelayedScaling, Recipe):
     """As recipes.DelayedScaling, fprop with the fast accumulation as there. scaling_factor_compute_algo takes and returns factors
-    that values are multiplied with."""
+    that values are multiplied with.
+
+    Of Transformer Engine 1.x, by name: override_linear_precision, a flag each for fprop, dgrad and wgrad, of which the last may be
+    True (wgrad in high precision); interval, 1 or -1: scales are made anew at every step."""
 
     fast_accum: bool = _said()
     fp8_dpa: bool = False
     fp8_mha: bool = False
     backward_override: str | None = None
+    interval: int = -1
+    override_linear_precision: _OverrideLinearPrecision = _NOTHING
 
     def __init__(
         self,
@@ -161,16 +197,44 @@ class DelayedScaling(recipes.DelayedScaling, Recipe):
         fp8_dpa: bool = False,
         fp8_mha: bool = False,
         backward_override: str | None = None,
+        *,
+        interval: int = -1,
+        override_linear_precision: Any = _NOTHING,
     ) -> None:
+        if isinstance(fp8_format, int):
+            raise ValueError(
+                f"fp8_format is {fp8_format}; it must be Format.E4M3 or Format.HYBRID. Transformer Engine 1.x had interval before it: give "
+                "arguments by name"
+            )
+        _flags(reduce_amax=reduce_amax)
         _no_attention(fp8_dpa, fp8_mha)
         if backward_override is not None:
-            raise ValueError("backward_override with DelayedScaling: it has None only")
+            raise ValueError(
+                f"backward_override={backward_override!r} with DelayedScaling: it has None only, as in Transformer Engine; "
+                "override_linear_precision=(False, False, True) has wgrad in high precision"
+            )
+        if interval not in (-1, 1):
+            raise NotImplementedError(
+                f"interval={interval!r}: scales are made anew at every step, which is interval=1; Transformer Engine has done so "
+                "whatever it is since 1.8"
+            )
+        override = _overridden(override_linear_precision)
         algo = scaling_factor_compute_algo
         super().__init__(
             _format(fp8_format), margin, amax_history_len, amax_compute_algo,
             algo if algo is None or isinstance(algo, _Reciprocal) else _Reciprocal(algo), reduce_amax, fast_accum=True,
         )  # fmt: skip
-        self._keep(fp8_dpa=fp8_dpa, fp8_mha=fp8_mha, backward_override=backward_override)
+        self._keep(
+            fp8_dpa=fp8_dpa, fp8_mha=fp8_mha, backward_override=backward_override, interval=interval,
+            override_linear_precision=override,
+        )  # fmt: skip
+
+    @property
+    def plan(self) -> recipes.Plan:
+        plan = super().plan
+        if self.override_linear_precision[2]:
+            plan = plan._replace(x_t=None, g_t=None).check()
+        return plan
 
 
 @dataclass(frozen=True)
@@ -210,6 +274,7 @@ class Float8CurrentScaling(recipes.CurrentScaling, Recipe):
         backward_override: str | None = None,
     ) -> None:
         _no_attention(fp8_dpa, fp8_mha)
+        _flags(use_power_2_scales=use_power_2_scales)
         fast = _split("Float8CurrentScaling", fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad, fixed=False)
         super().__init__(
             _format(fp8_format), "pow2" if use_power_2_scales else "fp32", _backward(backward_override), fast
@@ -250,6 +315,7 @@ class MXFP8BlockScaling(recipes.MXFP8, Recipe):
         _no_attention(fp8_dpa, fp8_mha)
         if margin:
             raise NotImplementedError(f"margin={margin} with MXFP8: scales come from their blocks alone")
+        _flags(enable_2d_quantization=enable_2d_quantization)
         if enable_2d_quantization:
             raise NotImplementedError("enable_2d_quantization=True: MXFP8's blocks are 1x32 here, of weights, too")
         super().__init__(_format(fp8_format), "ceil", _backward(backward_override))
@@ -290,6 +356,7 @@ class Float8BlockScaling(recipes.BlockScaling, Recipe):
         backward_override: str | None = None,
     ) -> None:
         _no_attention(fp8_dpa, fp8_mha)
+        _flags(use_f32_scales=use_f32_scales)
         _split("Float8BlockScaling", fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad, fixed=True)
         if (x_block_scaling_dim, grad_block_scaling_dim) != (1, 1) or w_block_scaling_dim not in (1, 2):
             raise NotImplementedError(
