@@ -63,6 +63,38 @@ def test_workgroups_that_wait_for_a_later_one_get_on(writer, threads):
     assert not report.findings, report
 
 
+BARRIERS = """
+  %zero = llvm.mlir.constant(0 : i32) : i32
+  %one = llvm.mlir.constant(1 : i32) : i32
+  %g = rocdl.workgroup.id.x : i32
+  %first = llvm.icmp "eq" %g, %zero : i32
+  llvm.cond_br %first, ^loop(%zero : i32), ^wait
+^loop(%i: i32):
+  rocdl.barrier
+  %next = llvm.add %i, %one : i32
+  %again = llvm.icmp "slt" %next, %n : i32
+  llvm.cond_br %again, ^loop(%next : i32), ^write
+^write:
+  llvm.store %one, %flag atomic syncscope("agent") release {alignment = 4 : i64} : i32, !llvm.ptr<1>
+  llvm.br ^end
+^wait:
+  %f = llvm.load %flag atomic syncscope("agent") acquire {alignment = 4 : i64} : !llvm.ptr<1> -> i32
+  FENCES
+  %ready = llvm.icmp "eq" %f, %one : i32
+  llvm.cond_br %ready, ^end, ^wait
+^end:
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_workgroup_that_goes_from_barrier_to_barrier_gets_on(threads):
+    """Another one that spins on its flag meanwhile does not hang."""
+    flag = np.zeros(1, dtype=np.int32)
+    body = BARRIERS.replace("FENCES", '\n  llvm.fence syncscope("workgroup") release' * 400)
+    launch(lower(body, "%flag: !llvm.ptr<1>, %n: i32"), flag, 15_000_000, grid=2, threads=threads)
+    assert flag[0] == 1
+
+
 def test_waiting_for_what_never_comes_is_reported():
     # A wave's turns are counted in instructions; these cost the simulator little.
     fences = '\n  llvm.fence syncscope("workgroup") release' * 400
@@ -218,6 +250,37 @@ def test_a_handler_that_only_takes_note_does_not_stop_a_launch():
     seen = []
     assert interrupted(lambda number, frame: seen.append(number), 2, stops=False) == ["ended", "returned"]
     assert seen == [signal.SIGINT] * 2
+
+
+def test_handlers_after_a_launch():
+    """One that a handler put in its own place stays; one that was kept during the launch raises again, should it still be in place."""
+    raw, kept, replaced = RawLaunch(), [], threading.Event()
+
+    def replacing(number, frame):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        replaced.set()
+
+    def core(_) -> int:
+        kept.append(signal.getsignal(signal.SIGUSR1))
+        signal.raise_signal(signal.SIGINT)
+        assert replaced.wait(60)
+        return 0
+
+    before = {
+        signal.SIGINT: signal.signal(signal.SIGINT, replacing),
+        signal.SIGUSR1: signal.signal(signal.SIGUSR1, signal.default_int_handler),
+    }
+    try:
+        assert _interruptible(core, raw) == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGUSR1) is signal.default_int_handler
+        assert kept[0] is not signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt):
+            kept[0](signal.SIGUSR1, None)
+        assert not raw.stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("option", [{"schedule": "randomx"}, {"schedule": "random:4294967297"}, {"step_limit": -1}])

@@ -255,7 +255,7 @@ static inline void note_read(Allocation *a, u64 reader, u64 address, u32 bytes) 
         u32 level = 0;
         while ((at & ((1u << READ_SHIFT[level]) - 1)) || end - at < 1u << READ_SHIFT[level]) level++;
         u64 *word = &a->readers[level][(at >> READ_SHIFT[level]) - (a->lo >> READ_SHIFT[level])], old = __atomic_load_n(word, __ATOMIC_RELAXED), next;
-        if (!(__atomic_load_n(&a->read, __ATOMIC_RELAXED) >> level & 1)) __atomic_fetch_or(&a->read, 1 << level, __ATOMIC_SEQ_CST);
+        if (!(__atomic_load_n(&a->read, __ATOMIC_SEQ_CST) >> level & 1)) __atomic_fetch_or(&a->read, 1 << level, __ATOMIC_SEQ_CST);
         do {
             if (old >> 9 == reader >> 9) break;
             if (!old) next = reader;
@@ -292,7 +292,7 @@ static void read_before(Group *g, Wave *w, u64 address, u32 bytes, i32 lane, i32
 static inline void global_write_check(Group *g, Wave *w, u64 address, u32 bytes, const uint8_t *value, i32 lane, i32 line) {
     Allocation *a = g->last;
     if (!a->writers) return;
-    if (!__atomic_load_n(&a->written, __ATOMIC_RELAXED)) __atomic_store_n(&a->written, 1, __ATOMIC_SEQ_CST);
+    if (!__atomic_load_n(&a->written, __ATOMIC_SEQ_CST)) __atomic_store_n(&a->written, 1, __ATOMIC_SEQ_CST);
     for (u64 at = address & ~3ull; at < address + bytes; at += 4) {
         u64 first = at < address ? address - at : 0, last = address + bytes - at < 4 ? address + bytes - at : 4;
         u64 mask = (15u << first) & (15u >> (4 - last)), *word = &a->writers[(at - (a->lo & ~3ull)) >> 2], mine = writer_word(g, w, mask);
@@ -1255,6 +1255,7 @@ static void *worker(void *argument) {
         do { /* as long as it gets on from barrier to barrier */
             before = barriers_passed(g);
             ended = step_group(g);
+            if (barriers_passed(g) != before) atomic_fetch_add(&L->progress, 1); /* other threads' workgroups may wait for this one */
         } while (!ended && barriers_passed(g) != before);
         if (ended) {
             atomic_fetch_add(&L->done, 1);

@@ -133,21 +133,24 @@ def _interruptible(core: Callable[..., int], raw: RawLaunch) -> int:
             try:
                 handler(number, frame)
             except BaseException as error:
+                if ended.is_set():  # while the handlers are put back
+                    raise
                 raised.append(error)
                 raw.stop = 1
 
         return kept
 
-    handlers = {s: h for s in signal.valid_signals() if callable(h := signal.getsignal(s))}
+    handlers = {s: (h, keeping(h)) for s in signal.valid_signals() if callable(h := signal.getsignal(s))}
     try:
-        for number, handler in handlers.items():
-            signal.signal(number, keeping(handler))
+        for number, (_, kept) in handlers.items():
+            signal.signal(number, kept)
         threading.Thread(target=call, name="fourwave-sim", daemon=True).start()
         while not ended.wait(0.2):
             pass
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for number, (handler, kept) in handlers.items():
+            if signal.getsignal(number) is kept:  # else a handler has put another in its place
+                signal.signal(number, handler)
     if raised:
         raise raised[0]
     return results[0]
