@@ -122,6 +122,25 @@ def test_evaluation_outside_training_makes_no_collective(monkeypatch: pytest.Mon
     assert calls == [3]
 
 
+class Ranks:
+    """Stands for a process group."""
+
+
+def test_a_group_with_the_id_of_one_that_is_gone_has_modules_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, Any]] = []
+    monkeypatch.setattr(context, "_num_ranks", lambda group: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, op, group: calls.append((t.numel(), group)))
+    monkeypatch.setattr(context, "id", lambda group: 7, raising=False)  # of both groups
+    one, two, other, another = fnn.Linear(32, 32), fnn.Linear(32, 32), Ranks(), Ranks()
+    for step in range(2):
+        with fw.autocast(recipe=DELAYED, amax_reduction_group=other):
+            one(data(step, 2, 32))
+    for step in range(2):
+        with fw.autocast(recipe=DELAYED, amax_reduction_group=another):
+            two(data(step, 2, 32))
+    assert calls == [(3, other), (3, another)]
+
+
 @pytest.mark.parametrize("own", [False, True], ids=["region", "own recipe"])
 def test_recomputation_finds_the_scales_of_each_call(own: bool) -> None:
     """A module called twice inside of one checkpoint, two of which come before a backward pass, which runs twice."""

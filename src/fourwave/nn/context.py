@@ -56,7 +56,7 @@ class Region:
         self.group, self.reduces = group, reduces
         self.outer = outer
         self.step: Region = self if outer is None else outer.step
-        self.reduced: set[int] = self.step.reduced if outer is not None else set()
+        self.reduced: set[Any] = self.step.reduced if outer is not None else set()
         self.entered_in_backward = not torch.compiler.is_compiling() and in_backward()
         self.scales: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] | None = None
         self.unread: dict[Any, list[torch.Tensor]] = {}
@@ -342,8 +342,16 @@ def kept_scales(module: Any) -> torch.Tensor | None:
 # ---------------------------------------------------------------------------------------------------------------------
 # amax over ranks
 
-# Modules that recorded amax for a group, in the order of their first step, which must be the same on all ranks.
-_RECORDERS: dict[int, weakref.WeakKeyDictionary[Any, None]] = {}
+# Modules that recorded amax for a group, in the order of their first step, which must be the same on all ranks. Kept with the group
+# itself: a later one may get the id() of one that is gone.
+_RECORDERS: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, None]] = weakref.WeakKeyDictionary()
+
+
+class _AllRanks:
+    """Stands for the default group, whichever that is, and for what is no object of its own (GroupMember.NON_GROUP_MEMBER)."""
+
+
+_ALL_RANKS = _AllRanks()
 # All that have state, in the order in which they got it.
 _STATEFUL: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
@@ -351,8 +359,12 @@ _STATEFUL: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 def joins(module: Any, region: Region) -> None:
     """`module` records amax in `region`."""
     if region.reduces:
-        key = 0 if region.group is None else id(region.group)
-        _RECORDERS.setdefault(key, weakref.WeakKeyDictionary()).setdefault(module)
+        _recorders(region.group).setdefault(module)
+
+
+def _recorders(group: Any) -> weakref.WeakKeyDictionary[Any, None]:
+    owner = _ALL_RANKS if group is None or isinstance(group, int) else group
+    return _RECORDERS.setdefault(owner, weakref.WeakKeyDictionary())
 
 
 def has_state(module: Any) -> None:
@@ -362,7 +374,7 @@ def has_state(module: Any) -> None:
 
 def _look(region: Region) -> None:
     if _num_ranks(region.group) > 1:
-        known: Any = _RECORDERS.get(0 if region.group is None else id(region.group), ())
+        known = _recorders(region.group)
         region.versions = {module: module.delayed_amax_history._version for module in _STATEFUL if module not in known}
 
 
@@ -380,11 +392,10 @@ def _num_ranks(group: Any) -> int:
 
 def _reduce_amax(region: Region) -> None:
     """Once per step and group: the newest row of all histories becomes the largest over the ranks."""
-    key = 0 if region.group is None else id(region.group)
-    if key in region.reduced or _num_ranks(region.group) == 1:
+    if region.group in region.reduced or _num_ranks(region.group) == 1:
         return
-    region.reduced.add(key)
-    modules = list(_RECORDERS.get(key, ()))
+    region.reduced.add(region.group)
+    modules = list(_recorders(region.group))
     rows = [module.delayed_amax_history[0] for module in modules if module.delayed_amax_history is not None]
     if not rows:
         return
