@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +14,9 @@ from fourwave.ops.gemm.preshuffled_mxfp4 import shuffle_codes, shuffle_scale
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.ops.gemm.sm90_config import HopperConfig
 from fourwave.ops.gemm.sm90_decoded import Operand
+from hopper_stand_in import stand_in
 
 BF16, FP32, E4M3, U8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8
-KINDS: dict[str, Any] = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 
 
 class Calls:
@@ -27,28 +25,14 @@ class Calls:
     def __init__(self) -> None:
         self.seen: list[tuple[sm90_launch.Specialisation, dict[str, Any]]] = []
 
-    def executor(self, spec: sm90_launch.Specialisation) -> Any:
-        calls, arguments = self.seen, sm90_launch._ARGUMENTS
-
-        class Executor:
-            @staticmethod
-            def capi_func(packed: ctypes.Array[ctypes.c_void_p]) -> None:
-                got = {}
-                for (name, kind), address in zip(arguments.items(), packed, strict=True):
-                    assert address is not None
-                    got[name] = KINDS[kind].from_address(address).value
-                calls.append((spec, got))
-
-        return Executor()
+    def run(self, spec: sm90_launch.Specialisation, got: dict[str, Any]) -> None:
+        self.seen.append((spec, got))
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     recorded = Calls()
-    monkeypatch.setattr(sm90_launch, "_executor", recorded.executor)
-    monkeypatch.setattr(sm90_launch, "_num_sms", lambda device: 132)
-    monkeypatch.setattr(sm90_launch, "_local", threading.local())
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    stand_in(monkeypatch, recorded.run)
     return recorded
 
 

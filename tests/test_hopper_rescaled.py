@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,6 +21,7 @@ from fourwave.ops.gemm.problem import PACKED_E2M1, GemmProblem, GemmTensors
 from fourwave.ops.gemm.reference import gemm_reference
 from fourwave.quantize import QuantizedTensor
 from fourwave.testing import bounds
+from hopper_stand_in import stand_in
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 missing = registry.get("hopper").unavailable()
@@ -242,19 +242,11 @@ class Decode:
 class Product:
     """What sm90_launch calls: sm90.Gemm and sm90.GuardedGemm, of TN."""
 
-    def __init__(self, spec: sm90_launch.Specialisation, done: list[str]) -> None:
-        self.spec, self.done = spec, done
+    def __init__(self, done: list[str]) -> None:
+        self.done = done
 
-    def capi_func(self, packed: ctypes.Array[ctypes.c_void_p]) -> None:
-        spec = self.spec
-        guarded = spec.runs_when is not None
-        arguments = sm90_launch._ARGUMENTS_AND_GUARD if guarded else sm90_launch._ARGUMENTS
-        kinds: dict[str, Any] = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
-        got = {
-            name: kinds[kind].from_address(address or 0).value
-            for (name, kind), address in zip(arguments.items(), packed, strict=True)
-        }
-        if guarded and ctypes.c_int32.from_address(got["guard"]).value != spec.runs_when:
+    def run(self, spec: sm90_launch.Specialisation, got: dict[str, Any]) -> None:
+        if "guard" in got and ctypes.c_int32.from_address(got["guard"]).value != spec.runs_when:
             return
         self.done.append("fp8" if spec.a_dtype == E4M3 else "bf16")
         read = []
@@ -291,10 +283,7 @@ def test_the_way_it_goes(name: str, how: str, alpha: float, monkeypatch: pytest.
         return operand.target("cpu").copy_(values(t, scale))
 
     monkeypatch.setattr(sm90_decoded, "decoded", decoded)
-    monkeypatch.setattr(sm90_launch, "_executor", lambda spec: Product(spec, done))
-    monkeypatch.setattr(sm90_launch, "_num_sms", lambda device: 132)
-    monkeypatch.setattr(sm90_launch, "_local", threading.local())
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    stand_in(monkeypatch, Product(done).run)
     bias = torch.randn(N, generator=torch.Generator().manual_seed(3))
     scale_b: Tensor = sb.view(torch.float8_e8m0fnu)
     if how == "strided":

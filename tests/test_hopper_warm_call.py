@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import random
 import threading
@@ -16,9 +15,9 @@ import fourwave as fw
 from fourwave.backends import hopper, select
 from fourwave.ops.gemm import quick, sm90_launch, sm90_one_group, sm90_rescaled
 from fourwave.quantize.tensor import FORMATS, QuantizedTensor
+from hopper_stand_in import stand_in
 
 BF16, FP16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
-KINDS: dict[str, Any] = {"Q": ctypes.c_uint64, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ctypes.c_float}
 
 
 class Machine:
@@ -31,20 +30,9 @@ class Machine:
         self.prepared = 0
         self.error = 0  # that launches return
 
-    def executor(self, spec: sm90_launch.Specialisation) -> Any:
-        arguments = sm90_launch._ARGUMENTS_AND_MORE if spec.more_outputs else sm90_launch._ARGUMENTS
-
-        class Executor:
-            @staticmethod
-            def capi_func(packed: ctypes.Array[ctypes.c_void_p]) -> None:
-                got = {}
-                for (name, kind), address in zip(arguments.items(), packed, strict=True):
-                    assert address is not None
-                    got[name] = KINDS[kind].from_address(address).value
-                KINDS["i"].from_address(packed[len(packed) - 1]).value = self.error
-                self.seen.append((spec, got))
-
-        return Executor()
+    def run(self, spec: sm90_launch.Specialisation, got: dict[str, Any]) -> int:
+        self.seen.append((spec, got))
+        return self.error
 
 
 @pytest.fixture
@@ -64,12 +52,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(hopper.HopperBackend, "unavailable", lambda self, arch=None: None)
     monkeypatch.setattr(hopper.HopperBackend, "why_unsupported", why_unsupported)
-    monkeypatch.setattr(sm90_launch, "_executor", found.executor)
-    monkeypatch.setattr(sm90_launch, "_num_sms", lambda device: 132)
+    stand_in(monkeypatch, found.run, lambda: found.stream)
     monkeypatch.setattr(sm90_launch, "_prepare", prepared)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: found.device, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: found.stream, raising=False)
     forget(monkeypatch)
     yield found
     select.clear_cache()
