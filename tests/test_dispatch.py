@@ -513,17 +513,23 @@ def run_python(code: str) -> str:
 
 
 def test_import_loads_no_dsl_and_is_quick():
+    """In calls, 57 000 of which took 0.2 s: a time would be the machine's, and of what else runs on it."""
     out = run_python(
-        "import sys, time, torch\n"
+        "import sys, torch\n"
         "before = set(sys.modules)\n"
-        "start = time.process_time()\n"
+        "calls = 0\n"
+        "def count(frame, event, argument):\n"
+        "    global calls\n"
+        "    calls += event in ('call', 'c_call')\n"
+        "sys.setprofile(count)\n"
         "import fourwave\n"
-        "print(time.process_time() - start)\n"
+        "sys.setprofile(None)\n"
+        "print(calls)\n"
         "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))\n"
         "print(*[m for m in sys.modules if m.startswith('fourwave.')])\n"
     )
-    seconds, added, ours = out.splitlines()
-    assert float(seconds) < 1.0
+    calls, added, ours = out.splitlines()
+    assert 10_000 < int(calls) < 200_000
     heavy = {"flydsl", "cutlass", "rich", "typer", "click", "transformers", "ml_dtypes"}
     assert heavy.isdisjoint(added.split())
     for part in ("sim", "tune", "testing", "perf", "cli", "demo"):
