@@ -17,12 +17,11 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from gemm_hopper import machine, operands, preheat, time_interleaved, views
+from gemm_hopper import cutedsl, machine, operands, preheat, record_head, time_interleaved, views
 from torch.nn import functional
 
 import fourwave as fw
@@ -180,16 +179,12 @@ def main() -> None:
         rows.append(row)
         print(text, flush=True)
     failed = sum("ratio" not in row for row in rows)
+    about = (
+        "fused outputs of the Hopper GEMM: over_plain is its median time over that of the product alone; ratio, that of "
+        "cuBLAS and separate kernels over its own; graph replay, operands not in L2"
+    )
     record = {
-        "what": "fused outputs of the Hopper GEMM: over_plain is its median time over that of the product alone; ratio, that of "
-        "cuBLAS and separate kernels over its own; graph replay, operands not in L2",
-        "command": " ".join(["python", "bench/epilogues_hopper.py", *sys.argv[1:]]),
-        "commit": args.commit,
-        "device": before,
-        "device_after": machine(),
-        "versions": {"fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
-        | {"nvidia-cutlass-dsl": version("nvidia-cutlass-dsl")},
-        "samples": args.samples,
+        **record_head(__file__, about, args, before, machine(), cutedsl()),
         "failed_checks": failed,
         "rows": rows,
     }  # fmt: skip

@@ -309,6 +309,27 @@ def machine() -> dict[str, object]:
     return dict(zip(fields.split(","), (value.strip() for value in query.split(",")), strict=True))
 
 
+def record_head(
+    bench: str, what: str, args: argparse.Namespace, before: Any, after: Any, versions: dict[str, Any]
+) -> dict[str, Any]:
+    """What every record begins with. bench: the script's __file__; versions: of what it measures besides PyTorch."""
+    return {
+        "what": what,
+        "command": " ".join(["python", f"bench/{Path(bench).name}", *sys.argv[1:]]),
+        "commit": args.commit,
+        "device": before,
+        "device_after": after,
+        "versions": {"fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda, **versions},
+        "samples": args.samples,
+    }
+
+
+def cutedsl(*, python: bool = False) -> dict[str, str]:
+    """For `record_head`: version of CuTe DSL, and of Python."""
+    found = {"nvidia-cutlass-dsl": version("nvidia-cutlass-dsl")}
+    return found | {"python": sys.version.split()[0]} if python else found
+
+
 def need_hopper() -> None:
     """Ends with the reason where there is nothing to measure."""
     if (why := registry.get("hopper").unavailable()) is not None:
@@ -560,20 +581,10 @@ def main() -> None:
                 for layout in layouts
                 for m in sorted({row["M"] for row in timed if row["layout"] == layout})
             }
+        what = f"{args.dtype}{f' ({args.scaling} scales)' if 'fp8' in args.dtype else ''} GEMM: ratio is cuBLAS's median time over fourwave's; graph replay, operands not in L2"
+        after = machine() if ended else None
         made = {
-            "what": f"{args.dtype}{f' ({args.scaling} scales)' if 'fp8' in args.dtype else ''} GEMM: ratio is cuBLAS's median time over fourwave's; graph replay, operands not in L2",
-            "command": " ".join(["python", "bench/gemm_hopper.py", *sys.argv[1:]]),
-            "commit": args.commit,
-            "device": before,
-            "device_after": machine() if ended else None,
-            "versions": {
-                "fourwave": fw.__version__,
-                "torch": torch.__version__,
-                "cuda": torch.version.cuda,
-                "nvidia-cutlass-dsl": version("nvidia-cutlass-dsl"),
-                "python": sys.version.split()[0],
-            },
-            "samples": args.samples,
+            **record_head(__file__, what, args, before, after, cutedsl(python=True)),
             "host_seconds": host_seconds() if ended and device_answers() else {},
             "summary": by_layout,
             "failed_checks": len(rows) - len(timed) - refused,

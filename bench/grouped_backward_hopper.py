@@ -22,14 +22,12 @@ import json
 import statistics
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from gemm_hopper import machine, time_interleaved
+from gemm_hopper import cutedsl, machine, record_head, time_interleaved
 
-import fourwave as fw
 from fourwave.ops.grouped_gemm import sm90_config, sm90_launch
 from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
 from fourwave.testing import bounds
@@ -264,17 +262,10 @@ def main() -> None:
                 "  ".join([*words, row["config"], *(f"{k}: {v}" for k, v in (row["wrong"] | row["refused"]).items())]),
                 flush=True,
             )
+    what = "grouped wgrad and dgrad: seconds per call, graph replay"
+    versions = cutedsl() | {"deep_gemm": getattr(library, "__version__", None)}
     record = {
-        "what": "grouped wgrad and dgrad: seconds per call, graph replay",
-        "command": " ".join(["python", "bench/grouped_backward_hopper.py", *sys.argv[1:]]),
-        "commit": args.commit,
-        "device": before,
-        "device_after": machine(),
-        "versions": {
-            "fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda,
-            "nvidia-cutlass-dsl": version("nvidia-cutlass-dsl"), "deep_gemm": getattr(library, "__version__", None),
-        },
-        "samples": args.samples,
+        **record_head(__file__, what, args, before, machine(), versions),
         "wall_seconds": time.monotonic() - began,
         "rows": rows,
     }  # fmt: skip

@@ -33,14 +33,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from gemm_hopper import machine, time_interleaved
+from gemm_hopper import cutedsl, machine, record_head, time_interleaved
 
-import fourwave as fw
 from fourwave.ops.grouped_gemm import sm90_config, sm90_launch
 from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
 from fourwave.ops.grouped_gemm.sm90_config import HopperGroupedConfig
@@ -440,18 +438,11 @@ def main() -> None:
         print(shown(rows[-1], args.configs == "all"), flush=True)
     names = dict.fromkeys(row["suite"] for row in rows)
     summaries = {name: summary_of([row for row in rows if row["suite"] == name], peers) for name in names}
+    what = "FP8 grouped GEMM, 1x128 with 128x128 scales, bf16 out: seconds per call, graph replay, operands not in L2"
+    versions = cutedsl(python=True)
+    versions |= {name: sys.modules[name].__version__ for name in ("deep_gemm", "triton") if name in sys.modules}
     record = {
-        "what": "FP8 grouped GEMM, 1x128 with 128x128 scales, bf16 out: seconds per call, graph replay, operands not in L2",
-        "command": " ".join(["python", "bench/grouped_hopper.py", *sys.argv[1:]]),
-        "commit": args.commit,
-        "device": before,
-        "device_after": machine(),
-        "versions": {
-            "fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda,
-            "nvidia-cutlass-dsl": version("nvidia-cutlass-dsl"), "python": sys.version.split()[0],
-            **{name: sys.modules[name].__version__ for name in ("deep_gemm", "triton") if name in sys.modules},
-        },
-        "samples": args.samples,
+        **record_head(__file__, what, args, before, machine(), versions),
         "summary": summaries,
         "rows_not_started": skipped,
         "rows": rows,

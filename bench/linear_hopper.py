@@ -23,7 +23,6 @@ import functools
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -31,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gemm_hopper import Measured, conclude, machine, preheat, run_rows, summary, time_interleaved
+from gemm_hopper import Measured, conclude, cutedsl, machine, preheat, record_head, run_rows, summary, time_interleaved
 
 import fourwave as fw
 from fourwave.recipes import MXFP8, BlockScaling, CurrentScaling, DelayedScaling, Recipe
@@ -186,16 +185,10 @@ def main() -> None:
             for label in variants
             if timed
         }
-        versions = {"fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
-        versions |= {name: version(name) for name in ("nvidia-cutlass-dsl", *["torchao"] * args.torchao)}
+        versions = cutedsl() | ({"torchao": version("torchao")} if args.torchao else {})
+        what = "forward and backward pass of a linear layer: median time of the BF16 layer, and of torchao's, over each variant's; graph replay, operands not in L2"
         made = {
-            "what": "forward and backward pass of a linear layer: median time of the BF16 layer, and of torchao's, over each variant's; graph replay, operands not in L2",
-            "command": " ".join(["python", "bench/linear_hopper.py", *sys.argv[1:]]),
-            "commit": args.commit,
-            "device": before,
-            "device_after": machine() if ended else None,
-            "versions": versions,
-            "samples": args.samples,
+            **record_head(__file__, what, args, before, machine() if ended else None, versions),
             "summary": by_variant,
             "failed_checks": len(rows) - len(timed),
             "rows_not_started": skipped,

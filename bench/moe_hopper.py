@@ -20,16 +20,14 @@ import argparse
 import importlib
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gemm_hopper import machine, preheat, time_interleaved
+from gemm_hopper import cutedsl, machine, preheat, record_head, time_interleaved
 
 import fourwave as fw
 
@@ -209,17 +207,10 @@ def main() -> None:
             for key, error in row["error"].items():
                 words.append(f"{key} {row['median'].get(key, 0) * 1e6:.1f} us, error {error:.2e}")
             print("; ".join([*words, *[f"refused {k}: {why}" for k, why in row["refused"].items()]]), flush=True)
+    what = "MoE MLP, forward: seconds per call, graph replay"
+    after = machine() if args.device == "cuda" else None
     record = {
-        "what": "MoE MLP, forward: seconds per call, graph replay",
-        "command": " ".join(["python", "bench/moe_hopper.py", *sys.argv[1:]]),
-        "commit": args.commit,
-        "device": before,
-        "device_after": machine() if args.device == "cuda" else None,
-        "versions": {
-            "fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda,
-            **({"nvidia-cutlass-dsl": version("nvidia-cutlass-dsl")} if args.backend == "hopper" else {}),
-        },
-        "samples": args.samples,
+        **record_head(__file__, what, args, before, after, cutedsl() if args.backend == "hopper" else {}),
         "wall_seconds": time.monotonic() - began,
         "rows": rows,
     }  # fmt: skip

@@ -22,15 +22,24 @@ import functools
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from gemm_hopper import Measured, Truth, conclude, machine, preheat, run_rows, summary, time_interleaved
+from gemm_hopper import (
+    Measured,
+    Truth,
+    conclude,
+    cutedsl,
+    machine,
+    preheat,
+    record_head,
+    run_rows,
+    summary,
+    time_interleaved,
+)
 
 import fourwave as fw
 from fourwave.ops.gemm import sm90_decoded, sm90_rescaled
@@ -219,15 +228,9 @@ def main() -> None:
             for what in RATIOS
         }
         by_group = {what: summary([{"ratio": ratio} for ratio in ratios]) for what, ratios in groups.items() if ratios}
+        what = "products of MX operands: median time of dequantization and torch.mm over fourwave's; graph replay, operands not in L2"
         made = {
-            "what": "products of MX operands: median time of dequantization and torch.mm over fourwave's; graph replay, operands not in L2",
-            "command": " ".join(["python", "bench/mx_hopper.py", *sys.argv[1:]]),
-            "commit": args.commit,
-            "device": before,
-            "device_after": machine() if ended else None,
-            "versions": {"fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
-            | {"nvidia-cutlass-dsl": version("nvidia-cutlass-dsl")},
-            "samples": args.samples,
+            **record_head(__file__, what, args, before, machine() if ended else None, cutedsl()),
             "summary": by_group,
             "failed_checks": len(rows) - len(timed),
             "rows_not_started": skipped,

@@ -26,10 +26,8 @@ import functools
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +37,11 @@ from gemm_hopper import (
     Measured,
     Truth,
     conclude,
+    cutedsl,
     machine,
     operands,
     preheat,
+    record_head,
     run_rows,
     summary,
     time_interleaved,
@@ -273,15 +273,9 @@ def main() -> None:
             for what in ratios_of(timed)
             if any(row["pass"] == which for row in done)
         }
+        what = "FP8 products of a linear layer's passes, from codes and from BF16 tensors: ratios of median times, see the bench; graph replay, operands not in L2"
         made = {
-            "what": "FP8 products of a linear layer's passes, from codes and from BF16 tensors: ratios of median times, see the bench; graph replay, operands not in L2",
-            "command": " ".join(["python", "bench/passes_hopper.py", *sys.argv[1:]]),
-            "commit": args.commit,
-            "device": before,
-            "device_after": machine() if ended else None,
-            "versions": {"fourwave": fw.__version__, "torch": torch.__version__, "cuda": torch.version.cuda}
-            | {"nvidia-cutlass-dsl": version("nvidia-cutlass-dsl")},
-            "samples": args.samples,
+            **record_head(__file__, what, args, before, machine() if ended else None, cutedsl()),
             "summary": by_pass,
             "failed_checks": len(rows) - len(done),
             "rows_not_started": skipped,

@@ -15,12 +15,11 @@ import json
 import statistics
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from gemm_hopper import machine, time_interleaved
+from gemm_hopper import cutedsl, machine, record_head, time_interleaved
 
 import fourwave as fw
 from fourwave.backends import registry
@@ -157,20 +156,9 @@ def main() -> None:
     reference = against_reference(args.samples)
     print(json.dumps(reference))
     rows, failed, skipped = measure(args)
+    what = "fw.quantize: bytes that must move over median time, and that over the rate of a copy; graph replay, operands not in L2"
     record = {
-        "what": "fw.quantize: bytes that must move over median time, and that over the rate of a copy; graph replay, operands not in L2",
-        "command": " ".join(["python", "bench/quantize_hopper.py", *sys.argv[1:]]),
-        "commit": args.commit,
-        "device": before,
-        "device_after": machine(),
-        "versions": {
-            "fourwave": fw.__version__,
-            "torch": torch.__version__,
-            "cuda": torch.version.cuda,
-            "nvidia-cutlass-dsl": version("nvidia-cutlass-dsl"),
-            "python": sys.version.split()[0],
-        },
-        "samples": args.samples,
+        **record_head(__file__, what, args, before, machine(), cutedsl(python=True)),
         "against_reference_8192x4096_bf16": reference,
         "failed_checks": failed,
         "cases_not_started": skipped,
