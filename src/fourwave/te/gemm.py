@@ -120,6 +120,8 @@ def general_grouped_gemm(
     """
     if any(each is not None for each in quantization_params or []):
         raise NotImplementedError("quantization_params: outputs are not quantized here")
+    if D_dtype is not None:
+        raise NotImplementedError(f"D_dtype={D_dtype}: results have the type of out, or out_dtype where there is none")
     if len(A) != len(B):
         raise ValueError(f"{len(A)} matrices A and {len(B)} B")
     if use_bias and bias is None and not grad:
