@@ -190,18 +190,18 @@ def test_what_is_not_here_is_refused_and_says_so(kind: str) -> None:
 
 def test_products_refuse_what_they_would_leave_out() -> None:
     t = torch.ones(8, 8)
-    for name, given in (
-        ("quantization_params", object()),
-        ("ub", object()),
-        ("extra_output", t),
-        ("bulk_overlap", True),
-    ):
-        with pytest.raises(NotImplementedError, match=name):
-            te.general_gemm(t, t, **{name: given})
+    refused: list[dict[str, Any]] = [
+        {"quantization_params": object()}, {"ub": object()}, {"extra_output": t}, {"bulk_overlap": True},
+    ]  # fmt: skip
+    for given in refused:
+        with pytest.raises(NotImplementedError, match=next(iter(given))):
+            te.general_gemm(t, t, **given)
     with pytest.raises(NotImplementedError, match=r"beta=0\.5"):
         te.general_gemm(t, t, beta=0.5)
-    refused = [{"quantization_params": [object()]}, {"quantization_params": None, "D_dtype": torch.float16}]
-    for given in refused:
+    of_groups: list[dict[str, Any]] = [
+        {"quantization_params": [object()]}, {"quantization_params": None, "D_dtype": torch.float16},
+    ]  # fmt: skip
+    for given in of_groups:
         with pytest.raises(NotImplementedError, match=list(given)[-1]):
             te.general_grouped_gemm([t], [t], [None], out_dtype=torch.float32, **given)
 
