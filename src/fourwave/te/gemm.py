@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fourwave.ops.gemm.api import gemm
+from fourwave.ops.gemm.api import gemm as _gemm
 from fourwave.ops.gemm.operators import _activation_backward
 from fourwave.quantize import QuantizedTensor
 
@@ -66,23 +66,23 @@ def general_gemm(
     with torch.no_grad():
         if not grad:
             z = _preactivation(A, B, trans_b, out_dtype, gelu_in, out) if gelu else None
-            y = gemm(B, A, bias=bias, activation="gelu_tanh" if gelu else None, preactivation=z, **options)
+            y = _gemm(B, A, bias=bias, activation="gelu_tanh" if gelu else None, preactivation=z, **options)
             return y, None, z, None
         if gelu:
             if gelu_in is None or accumulate or out is not None:
                 raise NotImplementedError("gelu with grad needs gelu_in, and neither out nor accumulate")
-            dh = gemm(B, A, **{**options, "out_dtype": torch.float32})
+            dh = _gemm(B, A, **{**options, "out_dtype": torch.float32})
             dtype = out_dtype or gelu_in.dtype
             return _activation_backward(gelu_in.float(), dh, "gelu_tanh").to(dtype), None, None, None
         if bias is None or layout != "NT":
-            return gemm(B, A, **options), None, None, None
+            return _gemm(B, A, **options), None, None, None
         if isinstance(B, QuantizedTensor) and (seed := B.hadamard("columnwise")) is not None:
             raise ValueError(
                 f"the bias gradient sums B's values, which went through a random Hadamard transform (hadamard_seed={seed}): leave "
                 "bias away and sum the tensor that B was quantized from"
             )
         bias_grad = torch.zeros(B.shape[-1], dtype=bias.dtype, device=B.device)
-        return gemm(B, A, bias_grad=bias_grad, **options), bias_grad, None, None
+        return _gemm(B, A, bias_grad=bias_grad, **options), bias_grad, None, None
 
 
 def _preactivation(

@@ -43,6 +43,9 @@ def register(te: ModuleType) -> ModuleType:
         sys.modules[f"{te.__name__}.{path}"] = module
         short = f"{te.__name__}.{path.removeprefix('pytorch.')}"  # fourwave.te is transformer_engine.pytorch, too
         sys.modules.setdefault(short, module)
+    for name in _MODULES:  # te.pytorch.module.base.TransformerEngineBaseModule
+        setattr(modules, name, modules)
+    gemm.gemm = gemm  # type: ignore[attr-defined]
     for module in (distributed, gemm, modules, quantization, recipe):
         module.__getattr__ = getattr_of(module.__name__)  # type: ignore[method-assign]
         module.__path__ = []  # of a package, whose `from package import name` asks the finder for names that it lacks
