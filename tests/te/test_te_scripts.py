@@ -496,7 +496,8 @@ class Tracker:
         self.generator.set_state(states["model"])
 
 
-def test_checkpoint_replays_the_trackers_random_numbers() -> None:
+@pytest.mark.parametrize("by_position", [False, True])
+def test_checkpoint_replays_the_trackers_random_numbers(by_position: bool) -> None:
     grads: list[Any] = []
     after: list[torch.Tensor] = []
     for checkpoints in (False, True):
@@ -510,7 +511,14 @@ def test_checkpoint_replays_the_trackers_random_numbers() -> None:
         losses = []
         for step in range(2):  # both forward passes before a backward pass
             x = randn(4, 32, seed=step)
-            y = te.checkpoint(dropping, x, get_rng_state_tracker=lambda t=tracker: t) if checkpoints else dropping(x)
+            get: Any = lambda t=tracker: t  # noqa: E731
+            if not checkpoints:
+                y = dropping(x)
+            elif by_position:  # as Megatron-LM does
+                with pytest.warns(DeprecationWarning, match="given by name"):
+                    y = te.checkpoint(dropping, False, get, None, x)
+            else:
+                y = te.checkpoint(dropping, x, get_rng_state_tracker=get)
             losses.append(y.square().sum())
         state = tracker.get_states()["model"]
         for loss in losses:
@@ -519,3 +527,5 @@ def test_checkpoint_replays_the_trackers_random_numbers() -> None:
         grads.append(linear.weight.grad)
         after.append(state)
     assert grads[0] is not None and torch.equal(grads[0], grads[1]) and torch.equal(*after)
+    with pytest.warns(DeprecationWarning), pytest.raises(NotImplementedError, match="activations are not distributed"):
+        te.checkpoint(dropping, True, get, None, x)

@@ -46,7 +46,16 @@ def fp8_autocast(
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """As fourwave.nn.checkpoint; use_reentrant is ignored: it is always the non-reentrant kind, for which, as there,
     distribute_saved_activations and tp_group mean nothing. get_rng_state_tracker: a function that returns an object with get_states
-    and set_states, of which each run starts with the same."""
+    and set_states, of which each run starts with the same. Older scripts, Megatron-LM's say, give distribute_saved_activations,
+    get_rng_state_tracker and tp_group by position, before the function's arguments."""
+    if len(args) > 3 and isinstance(args[0], bool) and callable(args[1]) and _is_group(args[2]):
+        warnings.warn(
+            "checkpoint: distribute_saved_activations, get_rng_state_tracker and tp_group are now given by name",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        names = "distribute_saved_activations", "get_rng_state_tracker", "tp_group"
+        kwargs, args = {**kwargs, **dict(zip(names, args[:3], strict=True))}, args[3:]
     reentrant = kwargs.pop("use_reentrant", True)
     kwargs.pop("tp_group", None)
     if kwargs.pop("distribute_saved_activations", False) and reentrant:
@@ -55,6 +64,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if get_rng_state_tracker is not None:
         function = _replaying(function, get_rng_state_tracker)
     return _checkpoint(function, *args, **kwargs)
+
+
+def _is_group(value: Any) -> bool:
+    return value is None or (torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup))
 
 
 def _replaying(function: Callable[..., Any], get_tracker: Callable[[], Any]) -> Callable[..., Any]:
