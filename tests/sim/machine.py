@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fourwave.sim.launch import Memory, Options
 from fourwave.sim.launch import run as run_program
@@ -207,6 +209,20 @@ def launch(
         kinds = {f.kind for f in report.findings}
         assert kinds == ({expect} if expect else set()), str(report)
     return report
+
+
+def host_tells_rights() -> bool:
+    """Whether the host says that a page may be read only: MADV_POPULATE_READ (22), Linux 5.14. Elsewhere a store to one ends the process."""
+    try:
+        mmap.mmap(-1, mmap.PAGESIZE).madvise(22)
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
+
+
+needs_rights = pytest.mark.skipif(
+    not host_tells_rights(), reason="the rights of a page are asked of Linux 5.14 or later"
+)
 
 
 def only(report: Report) -> Finding:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from machine import launch, lower, only, wave  # tests/sim/machine.py
+from machine import launch, lower, needs_rights, only, wave  # tests/sim/machine.py
 from machine import on as on_arch
 
 from fourwave import sim
@@ -318,7 +317,7 @@ def test_a_huge_allocation_costs_what_is_touched() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the rights of a page are asked of Linux")
+@needs_rights
 @archs
 def test_a_store_to_memory_that_is_mapped_read_only_is_found(arch: str) -> None:
     program, block = shift(arch, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import sys
 import warnings
 
 import flydsl.compiler as flyc
@@ -11,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from flydsl import expr as fx
+from machine import needs_rights  # tests/sim/machine.py
 
 from fourwave import sim
 
 pytestmark = [
     pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}"),
-    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the rights of a page are asked of Linux"),
+    needs_rights,
 ]
 
 
