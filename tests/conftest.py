@@ -1,4 +1,4 @@
-"""Shared by all tests: the backends to run on, and no backend choice left over from the shell or another test."""
+"""Shared by all tests: the backends to run on, and no choice left over from the shell or another test."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def _same_numbers() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_backend_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv("FOURWAVE_BACKEND", raising=False)
+def _no_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("FOURWAVE_BACKEND", "FOURWAVE_AUTOTUNE"):
+        monkeypatch.delenv(name, raising=False)
     with fw.use_backend(None):
         yield
 
