@@ -375,13 +375,13 @@ def test_general_gemm_hands_alpha_and_the_accumulator_on(monkeypatch: pytest.Mon
     a, b = data(0, 8, 32), data(1, 4, 32)
     torch.testing.assert_close(te.general_gemm(a, b, alpha=3.0)[0], 3 * b @ a.T)
     told = []
-    real = te_gemm.gemm
+    real = te_gemm._gemm
 
     def gemm(*args: Any, **kwargs: Any) -> Any:
         told.append(kwargs["fast_accum"])
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(te_gemm, "gemm", gemm)
+    monkeypatch.setattr(te_gemm, "_gemm", gemm)
     qa, qb = (fw.quantize(t, "fp8_e4m3") for t in (a, b))
     for split in (True, False):
         te.general_gemm(qa, qb, torch.float32, use_split_accumulator=split)
