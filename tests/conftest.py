@@ -32,7 +32,7 @@ def _same_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def _no_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("FOURWAVE_BACKEND", "FOURWAVE_AUTOTUNE"):
+    for name in ("FOURWAVE_BACKEND", "FOURWAVE_AUTOTUNE", "COLUMNS", "FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     with fw.use_backend(None):
         yield
