@@ -84,6 +84,35 @@ def test_a_kept_graph_makes_a_pass_each_time(trained: tuple[str, ...]) -> None:
     none_waits(delayed)
 
 
+ONE_WEIGHT: dict[str, Any] = {
+    "linear": lambda **k: te.Linear(32, 32, **k),
+    "layernorm_linear": lambda **k: te.LayerNormLinear(32, 32, **k),
+    "grouped": lambda **k: te.GroupedLinear(2, 32, 32, **k),
+}
+
+
+@pytest.mark.parametrize("kind", ONE_WEIGHT)
+def test_modules_of_one_weight(kind: str) -> None:
+    torch.manual_seed(0)
+    delayed, plain = ONE_WEIGHT[kind](delay_wgrad_compute=True), ONE_WEIGHT[kind]()
+    plain.load_state_dict(delayed.state_dict())
+    sizes = [[1, 3]] * (kind == "grouped")
+    losses = [
+        [module(randn(4, 32, seed=seed), *sizes).square().sum() for seed in range(2)] for module in (delayed, plain)
+    ]
+    order = (1, 0, 1)
+    for seed in order:
+        losses[0][seed].backward(retain_graph=True)
+    for seed in order:
+        delayed.backward_dw()
+        losses[1][seed].backward(retain_graph=True)
+        for (name, p), (_, q) in zip(delayed.named_parameters(), plain.named_parameters(), strict=True):
+            if name.startswith("weight"):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match="no backward pass waits"):
+        delayed.backward_dw()
+
+
 def direct(module: Any, x: torch.Tensor) -> torch.Tensor:
     return module(x)
 
