@@ -611,14 +611,12 @@ def test_threads_and_tasks_do_not_see_each_others_regions() -> None:
     for recipe in (R.MXFP8(), R.MXFP4()):
         with fw.autocast(recipe=recipe):
             expected[recipe] = linear(x)
-    barrier, wrong = threading.Barrier(3), []
+    barrier, right = threading.Barrier(3, timeout=60), []
 
     def work(recipe: Any) -> None:
         with fw.autocast(enabled=recipe is not None, recipe=recipe):
             barrier.wait()
-            for _ in range(5):
-                if not torch.equal(linear(x), expected[recipe]):
-                    wrong.append(recipe)
+            right.append(all(torch.equal(linear(x), expected[recipe]) for _ in range(5)))
             barrier.wait()
 
     threads = [threading.Thread(target=work, args=(recipe,)) for recipe in expected]
@@ -626,7 +624,7 @@ def test_threads_and_tasks_do_not_see_each_others_regions() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert right == [True] * 3
 
     async def task(recipe: Any) -> bool:
         with fw.autocast(enabled=recipe is not None, recipe=recipe):
