@@ -95,6 +95,35 @@ def test_a_workgroup_that_goes_from_barrier_to_barrier_gets_on(threads):
     assert flag[0] == 1
 
 
+LOOKS_BETWEEN_BARRIERS = """
+  %zero = llvm.mlir.constant(0 : i32) : i32
+  %one = llvm.mlir.constant(1 : i32) : i32
+  %g = rocdl.workgroup.id.x : i32
+  %first = llvm.icmp "eq" %g, %zero : i32
+  llvm.cond_br %first, ^wait, ^write
+^write:
+  llvm.store %value, %flag atomic syncscope("agent") release {alignment = 4 : i64} : i32, !llvm.ptr<1>
+  llvm.br ^end
+^wait:
+  rocdl.barrier
+  %f = llvm.load %flag atomic syncscope("agent") acquire {alignment = 4 : i64} : !llvm.ptr<1> -> i32
+  %ready = llvm.icmp "eq" %f, %one : i32
+  llvm.cond_br %ready, ^end, ^wait
+^end:
+"""
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("value", [1, 2])
+def test_a_workgroup_that_waits_from_barrier_to_barrier(value, threads):
+    """Others get their turns meanwhile; that it waits for what never comes is reported."""
+    flag = np.zeros(1, dtype=np.int32)
+    program = lower(LOOKS_BETWEEN_BARRIERS, "%flag: !llvm.ptr<1>, %value: i32")
+    report = launch(program, flag, value, grid=2, threads=threads, step_limit=100_000_000, expect=None)
+    assert flag[0] == value
+    assert ["no workgroup gets on" in f.message for f in report.findings] == [True] * (value != 1), report
+
+
 def test_waiting_for_what_never_comes_is_reported():
     # A wave's turns are counted in instructions; these cost the simulator little.
     fences = '\n  llvm.fence syncscope("workgroup") release' * 400
@@ -276,7 +305,7 @@ def test_handlers_after_a_launch():
         assert signal.getsignal(signal.SIGUSR1) is signal.default_int_handler
         assert kept[0] is not signal.default_int_handler
         with pytest.raises(KeyboardInterrupt):
-            kept[0](signal.SIGUSR1, None)
+            assert callable(kept[0]) and kept[0](signal.SIGUSR1, None)
         assert not raw.stop
     finally:
         for number, handler in before.items():

@@ -121,6 +121,7 @@ typedef struct { i32 pc, meet; u64 mask; } Path;
 #define MAX_WAVES 32
 #define MAX_MARKS 64
 #define IDLE_TURNS 200   /* turns in which no workgroup got on, wrote or ended: they wait for what will not come */
+#define CHECKED_PASSES 1024 /* barriers after which a workgroup is looked at: does it come back to the same state? */
 #define MAX_RESIDENT 64 /* workgroups a host thread keeps going at once */
 
 typedef struct {
@@ -1250,13 +1251,16 @@ static void *worker(void *argument) {
         }
         if (!count) break;
         Group *g = resident[turn];
-        int ended = 0;
-        u64 before, wrote = g->counters[C_GLOBAL_WRITE_BYTES], epoch = barriers_passed(g);
-        do { /* as long as it gets on from barrier to barrier */
+        int ended = 0, waits = 0;
+        u64 before, wrote = g->counters[C_GLOBAL_WRITE_BYTES], passes = 0;
+        do { /* as long as it gets on from barrier to barrier, and not in a circle, as one that looks for another's flag between them does */
             before = barriers_passed(g);
             ended = step_group(g);
-            if (barriers_passed(g) != before) atomic_fetch_add(&L->progress, 1); /* other threads' workgroups may wait for this one */
-        } while (!ended && barriers_passed(g) != before);
+            if (barriers_passed(g) == before) break;
+            if (++passes % CHECKED_PASSES == 0) {
+                if (state_changed(g)) atomic_fetch_add(&L->progress, 1); else waits = 1;
+            }
+        } while (!ended && !waits);
         if (ended) {
             atomic_fetch_add(&L->done, 1);
 #if W == 32
@@ -1266,7 +1270,7 @@ static void *worker(void *argument) {
             if (spare) end_group(g); else spare = g;
         }
         stuck++;
-        if (ended || barriers_passed(g) != epoch || g->counters[C_GLOBAL_WRITE_BYTES] != wrote || state_changed(g)) { atomic_fetch_add(&L->progress, 1); stuck = 0; }
+        if (ended || g->counters[C_GLOBAL_WRITE_BYTES] != wrote || (!waits && (passes || state_changed(g)))) { atomic_fetch_add(&L->progress, 1); stuck = 0; }
         if (seen != atomic_load(&L->progress)) { seen = atomic_load(&L->progress); idle = 0; }
         else if (!more && ++idle > IDLE_TURNS * count) {
             report(g, F_LIMIT, L->code[g->waves[0].pc + 1], &g->waves[0], 0, 0, -1, -1, 3);
