@@ -20,6 +20,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 STAMP := $(VENV)/.installed
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+# A network that is gone for a minute fails nothing.
+export PIP_RETRIES := 10
+export PIP_DEFAULT_TIMEOUT := 60
+APT_GET := DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::Retries=5 -o DPkg::Lock::Timeout=120
 
 .PHONY: demo test test-slow test-exhaustive test-all witness lint format env system-packages clean
 
@@ -75,8 +79,8 @@ $(STAMP): pyproject.toml constraints.txt | $(VENV)/bin/python
 # A linker that knows gfx942 and gfx950 (FlyDSL's wheel has none), and llvm-mc/llvm-objdump. Tests that need them skip,
 # and say so, where they are absent.
 system-packages:
-	apt-get update
-	DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends lld-22 llvm-22
+	$(APT_GET) update
+	$(APT_GET) install -y --no-install-recommends lld-22 llvm-22
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
