@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ def _no_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     with fw.use_backend(None):
         yield
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[logging.LogRecord]]:
+    """What fourwave has logged. FlyDSL's records are in caplog's, too, where it was imported before the test began and compiles in it."""
+    return lambda: [record for record in caplog.records if record.name.startswith("fourwave")]
 
 
 @pytest.fixture(params=TARGETS, ids=str)

@@ -305,7 +305,7 @@ def test_the_simulation_is_reported() -> None:
     assert sim.current_report().workgroups == before + 4  # two launches of two tiles
 
 
-def test_the_backend_in_force_is_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_backend_in_force_is_asked(caplog: pytest.LogCaptureFixture, told: Any) -> None:
     x = matrix(16, 64, BF16)
     with fw.use_backend("mxfp8=sim:gfx942,fp8=native"), caplog.at_level("DEBUG", "fourwave.dispatch"):
         before = sim.current_report().workgroups
@@ -313,7 +313,7 @@ def test_the_backend_in_force_is_asked(caplog: pytest.LogCaptureFixture) -> None
         assert sim.current_report().workgroups == before
         fw.quantize(x.mT, "mxfp8_e4m3", "both", columnwise_transposed=True)
         assert sim.current_report().workgroups == before + 1
-    assert [record.getMessage() for record in caplog.records] == [
+    assert [record.getMessage() for record in told()] == [
         "quantize 16x64 bf16 to fp8_e4m3, rowwise, scale rule fp32: native",
         "quantize 64x16 bf16 to mxfp8_e4m3, rowwise and columnwise, transposed, scale rule floor: sim:gfx942; "
         "x copied: inner stride is not 1",
