@@ -100,26 +100,27 @@ LOOKS_BETWEEN_BARRIERS = """
   %one = llvm.mlir.constant(1 : i32) : i32
   %g = rocdl.workgroup.id.x : i32
   %first = llvm.icmp "eq" %g, %zero : i32
-  llvm.cond_br %first, ^wait, ^write
+  llvm.cond_br %first, ^wait(%zero : i32), ^write
 ^write:
   llvm.store %value, %flag atomic syncscope("agent") release {alignment = 4 : i64} : i32, !llvm.ptr<1>
   llvm.br ^end
-^wait:
+^wait(%n: i32):
   rocdl.barrier
+  %next = llvm.add %n, %counts : i32
   %f = llvm.load %flag atomic syncscope("agent") acquire {alignment = 4 : i64} : !llvm.ptr<1> -> i32
   %ready = llvm.icmp "eq" %f, %one : i32
-  llvm.cond_br %ready, ^end, ^wait
+  llvm.cond_br %ready, ^end, ^wait(%next : i32)
 ^end:
 """
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("value", [1, 2])
-def test_a_workgroup_that_waits_from_barrier_to_barrier(value, threads):
-    """Others get their turns meanwhile; that it waits for what never comes is reported."""
+@pytest.mark.parametrize(("value", "counts"), [(1, 0), (1, 1), (2, 0)])
+def test_a_workgroup_that_waits_from_barrier_to_barrier(value, counts, threads):
+    """Others get their turns meanwhile, also if it counts its looks; that it waits for what never comes is reported."""
     flag = np.zeros(1, dtype=np.int32)
-    program = lower(LOOKS_BETWEEN_BARRIERS, "%flag: !llvm.ptr<1>, %value: i32")
-    report = launch(program, flag, value, grid=2, threads=threads, step_limit=100_000_000, expect=None)
+    program = lower(LOOKS_BETWEEN_BARRIERS, "%flag: !llvm.ptr<1>, %value: i32, %counts: i32")
+    report = launch(program, flag, value, counts, grid=2, threads=threads, step_limit=100_000_000, expect=None)
     assert flag[0] == value
     assert ["no workgroup gets on" in f.message for f in report.findings] == [True] * (value != 1), report
 

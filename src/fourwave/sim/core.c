@@ -122,6 +122,7 @@ typedef struct { i32 pc, meet; u64 mask; } Path;
 #define MAX_MARKS 64
 #define IDLE_TURNS 200   /* turns in which no workgroup got on, wrote or ended: they wait for what will not come */
 #define CHECKED_PASSES 1024 /* barriers after which a workgroup is looked at: does it come back to the same state? */
+#define MAX_PASSES 65536 /* barriers after which others get a turn in any case: it may count how often it looked */
 #define MAX_RESIDENT 64 /* workgroups a host thread keeps going at once */
 
 typedef struct {
@@ -1260,7 +1261,7 @@ static void *worker(void *argument) {
             if (++passes % CHECKED_PASSES == 0) {
                 if (state_changed(g)) atomic_fetch_add(&L->progress, 1); else waits = 1;
             }
-        } while (!ended && !waits);
+        } while (!ended && !waits && passes < MAX_PASSES);
         if (ended) {
             atomic_fetch_add(&L->done, 1);
 #if W == 32
