@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from typing import Any
 
 import pytest
@@ -139,6 +140,29 @@ def test_a_group_with_the_id_of_one_that_is_gone_has_modules_of_its_own(monkeypa
         with fw.autocast(recipe=DELAYED, amax_reduction_group=another):
             two(data(step, 2, 32))
     assert calls == [(3, other), (3, another)]
+
+
+def test_a_module_that_is_gone_takes_part_in_no_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, not when garbage is collected: that is at another time on each rank."""
+    calls: list[int] = []
+    monkeypatch.setattr(context, "_num_ranks", lambda group: 2)
+    monkeypatch.setattr(context, "_RECORDERS", {})
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, *_, **__: calls.append(t.numel()))
+    gc.disable()
+    try:
+        for make in (lambda: fnn.Linear(32, 32), lambda: fnn.prepare(fnn.Linear(32, 32), DELAYED)):
+            module = make()
+            for step in range(2):
+                with fw.autocast(recipe=DELAYED):
+                    module(data(step, 2, 32)).sum().backward()
+            assert calls == [3]
+            del module
+            with fw.autocast(recipe=DELAYED):
+                pass
+            assert calls == [3]
+            calls.clear()
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["region", "own recipe"])

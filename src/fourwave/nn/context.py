@@ -382,6 +382,9 @@ def _join_changed(region: Region) -> None:
     for module, version in region.versions.items():
         if module.delayed_amax_history._version != version:
             joins(module, region)
+    # Modules keep their last region. In a circle they would live until garbage is collected, which each rank does at its own time, and
+    # until then take part in the reduction.
+    region.versions = {}
 
 
 def _num_ranks(group: Any) -> int:
