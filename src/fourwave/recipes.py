@@ -111,7 +111,8 @@ class DelayedScaling(Recipe):
     the last step recorded into scales: amax over the history, history rotated by -1 along the steps, its row 0 zeroed; scale
     and history stay where the last step recorded nothing, and the scale where amax is not finite. The rule is that of
     transformer_engine/common/recipe/delayed_scaling.cu; Transformer Engine runs it when the region and the backward pass
-    end, so the scales that a step uses are equal.
+    end, so the scales that a step uses are equal where a backward pass follows each forward pass; docs/recipes.md says what else
+    happens.
     """
 
     fp8_format: str = HYBRID
