@@ -142,6 +142,23 @@ def test_a_group_with_the_id_of_one_that_is_gone_has_modules_of_its_own(monkeypa
     assert calls == [(3, other), (3, another)]
 
 
+def test_a_module_of_a_group_that_this_rank_is_no_member_of_is_not_reduced_with_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The members, which reduce it among themselves, would not take part."""
+    calls: list[tuple[int, Any]] = []
+    monkeypatch.setattr(context, "_num_ranks", lambda group: 2)
+    monkeypatch.setattr(context, "_RECORDERS", {})
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, op, group: calls.append((t.numel(), group)))
+    others = torch.distributed.GroupMember.NON_GROUP_MEMBER
+    modules = fnn.Linear(32, 32), fnn.Linear(32, 32)
+    for module, group in zip(modules, (others, None), strict=True):
+        for step in range(2):
+            with fw.autocast(recipe=DELAYED, amax_reduction_group=group):
+                module(data(step, 2, 32))
+    assert [call for call in calls if call[1] != others] == [(3, None)]
+
+
 def test_a_module_that_is_gone_takes_part_in_no_reduction(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once, not when garbage is collected: that is at another time on each rank."""
     calls: list[int] = []

@@ -347,11 +347,11 @@ def kept_scales(module: Any) -> torch.Tensor | None:
 _RECORDERS: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, None]] = weakref.WeakKeyDictionary()
 
 
-class _AllRanks:
-    """Stands for the default group, whichever that is, and for what is no object of its own (GroupMember.NON_GROUP_MEMBER)."""
+class _Ranks:
+    """Stands for a group that is no object: the default one (None), and one that this rank is no member of (an int)."""
 
 
-_ALL_RANKS = _AllRanks()
+_ALL_RANKS, _OTHER_RANKS = _Ranks(), _Ranks()
 # All that have state, in the order in which they got it.
 _STATEFUL: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
 
@@ -363,7 +363,7 @@ def joins(module: Any, region: Region) -> None:
 
 
 def _recorders(group: Any) -> weakref.WeakKeyDictionary[Any, None]:
-    owner = _ALL_RANKS if group is None or isinstance(group, int) else group
+    owner = _ALL_RANKS if group is None else _OTHER_RANKS if isinstance(group, int) else group
     return _RECORDERS.setdefault(owner, weakref.WeakKeyDictionary())
 
 
