@@ -14,21 +14,13 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode
 
 from fourwave.recipes import UNQUANTIZED, CurrentScaling, Plan, Recipe
-
-
-class Reduced(Protocol):
-    """A module as the reduction over ranks sees it."""
-
-    delayed_amax_history: torch.Tensor | None
-
-    def delayed_recorded(self) -> None: ...
 
 
 class Region:
