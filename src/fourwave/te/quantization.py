@@ -46,7 +46,7 @@ def fp8_autocast(
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """As fourwave.nn.checkpoint; use_reentrant is ignored: it is always the non-reentrant kind, for which, as there,
     distribute_saved_activations and tp_group mean nothing. get_rng_state_tracker: a function that returns an object with get_states
-    and set_states, of which each run starts with the same. Older scripts, Megatron-LM's say, give distribute_saved_activations,
+    and set_states, of which each run starts with the same. Older scripts give distribute_saved_activations,
     get_rng_state_tracker and tp_group by position, before the function's arguments."""
     if len(args) > 3 and isinstance(args[0], bool) and callable(args[1]) and _is_group(args[2]):
         warnings.warn(
