@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+import gc
 import threading
+import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -295,6 +299,86 @@ def test_checkpoint_without_a_region_and_with_a_kept_graph() -> None:
     assert torch.equal(first[0], torch.autograd.grad(y.sum(), linear.weight)[0])
     with pytest.raises(ValueError, match="use_reentrant"):
         fnn.checkpoint(linear, x, use_reentrant=True)
+
+
+def twice_checkpointed(outer: str, inner: str, forwards: int, steps: int = 3) -> list[torch.Tensor]:
+    """Scales and gradients where what is checkpointed checkpoints a part of itself; plain: neither."""
+    torch.manual_seed(0)
+    layers = [fnn.Linear(32, 32) for _ in range(3)]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        run = CHECKPOINTS.get(inner, plain)
+        x = layers[1](run(layers[0], x).tanh())
+        return layers[1](run(lambda x: layers[2](layers[0](x).tanh()), x) * 2)
+
+    found: list[torch.Tensor] = []
+    for step in range(steps):
+        losses, xs = [], []
+        for i in range(forwards):
+            xs.append((data(step * forwards + i, 6, 32) * 8**i).requires_grad_())
+            with fw.autocast(recipe=R.DelayedScaling(amax_history_len=4)):
+                losses.append(CHECKPOINTS.get(outer, plain)(function, xs[-1]).square().sum())
+        torch.stack(losses).sum().backward()
+        found += [x.grad for x in xs if x.grad is not None]
+        for layer in layers:
+            assert layer.weight.grad is not None and layer.delayed_scale is not None
+            found += [layer.weight.grad, layer.delayed_scale.clone()]
+            layer.zero_grad()  # sums over steps would be of another order where parts of a backward pass add to them
+    return found
+
+
+@pytest.mark.parametrize("inner", CHECKPOINTS)
+@pytest.mark.parametrize("outer", CHECKPOINTS)
+def test_a_checkpoint_within_a_checkpoint(outer: str, inner: str) -> None:
+    for a, b in zip(twice_checkpointed(outer, inner, 1), twice_checkpointed("plain", "plain", 1), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_checkpoint_within_a_checkpoint_keeps_scales_over_several_forward_passes() -> None:
+    found = twice_checkpointed("fourwave", "fourwave", 3)
+    for a, b in zip(found, twice_checkpointed("plain", "plain", 3), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["region", "own recipe"])
+def test_a_module_that_was_checkpointed_goes_at_once(own: bool) -> None:
+    """It has no circle for the collector of garbage, which each rank runs at its own time: until then it would be reduced."""
+    recipe = R.DelayedScaling(amax_history_len=4)
+
+    def gone() -> bool:
+        module = fnn.Linear(32, 32, recipe=recipe if own else None)
+        known = weakref.ref(module)
+        with contextlib.nullcontext() if own else fw.autocast(recipe=recipe):
+            y = fnn.checkpoint(module, data(0, 4, 32).requires_grad_())
+        y.sum().backward()
+        del module, y
+        return known() is None
+
+    gc.disable()
+    try:
+        gone()  # PyTorch's first checkpoint keeps a frame
+        assert gone()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("inputs", [False, True], ids=["inputs without gradient", "inputs with gradient"])
+def test_evaluation_through_a_reentrant_checkpoint_changes_nothing(inputs: bool) -> None:
+    """No gradients in its first run, as in training: but nothing will run again."""
+    net = Net()
+    recipe = R.DelayedScaling(amax_history_len=4)
+    for step in range(2):
+        with fw.autocast(recipe=recipe):
+            net(data(step, 6, 32).requires_grad_(), reentrant, 2).square().mean().backward()
+    before = state(net)
+    x = (data(9, 6, 32) * 1000).requires_grad_(inputs)
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode, fw.autocast(recipe=recipe), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that inputs have no gradient
+            y = net(x, reentrant, 2)
+            assert torch.equal(y, net(x, plain, 2))
+            reentrant(lambda x: net(x, reentrant, 2), x)
+    same(state(net), before)
 
 
 def evaluate(net: Net) -> None:

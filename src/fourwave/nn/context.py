@@ -31,6 +31,8 @@ class Region:
     step            identity of the outermost region: what is in one step
     scales, unread  scales that modules used in the first run of `checkpoint`, and those that the second one has yet to use
     entered_in_backward   by a function that is being recomputed
+    remembers  that of the checkpoint around the one whose scales these are: what it runs again finds them, too
+    by_last    of a checkpoint that ran first in a recomputation that PyTorch alone knows of
     versions   of the histories that no rank reduces, when the region was entered
     """
 
@@ -51,6 +53,8 @@ class Region:
         self.reduced: set[Any] = self.step.reduced if outer is not None else set()
         self.entered_in_backward = not torch.compiler.is_compiling() and in_backward()
         self.scales: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] | None = None
+        self.remembers: Region | None = None
+        self.by_last = False
         self.unread: dict[Any, list[torch.Tensor]] = {}
         self.versions: dict[Any, int] = {}
 
@@ -78,9 +82,16 @@ def active(last: Region | None) -> Region | None:
     A backward pass runs in other threads, and after the region was left.
     """
     region = _ACTIVE.get()
-    if not in_backward() or _REPLAYS.get() is not None or (region is not None and region.entered_in_backward):
-        return region
-    return region if last is None else last
+    return last if last is not None and _goes_by_last(region) else region
+
+
+def _goes_by_last(region: Region | None) -> bool:
+    """Whether modules go by their last regions, not by the active one: in a recomputation that PyTorch alone knows of."""
+    if not in_backward() or (region is not None and region.entered_in_backward):
+        return False
+    replayed = _REPLAYS.get()
+    # A checkpoint that ran first in such a recomputation is replayed in the same way.
+    return replayed is None or replayed.by_last
 
 
 def entered() -> autocast | None:
@@ -208,7 +219,8 @@ def in_backward() -> bool:
 def in_reentrant_checkpoint() -> bool:
     """Whether this is the first run of a reentrant checkpoint, which is without gradients although it trains.
 
-    `first_run` says so; PyTorch does not: the frame of its function is looked for on the stack.
+    `first_run` says so; PyTorch does not: the frame of its function is looked for on the stack. Of an evaluation, or where no input wants a
+    gradient, the function has no edges, and nothing will run again; those within another one have none either.
     """
     if torch.is_grad_enabled():
         return False
@@ -219,7 +231,7 @@ def in_reentrant_checkpoint() -> bool:
     code = torch.utils.checkpoint.CheckpointFunction.forward.__code__
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is code:
+        if frame.f_code is code and frame.f_locals["ctx"].next_functions:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -249,6 +261,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             function, *args, use_reentrant=False, context_fn=_compiled_contexts, **kwargs
         )
     surrounding = _ACTIVE.get()
+    by_last = _goes_by_last(surrounding)
 
     def contexts() -> tuple[Any, Any]:
         # A region of its own, of the same step, so that two checkpoints of one module do not share scales. Without one around it only
@@ -257,7 +270,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             surrounding.plan, group=surrounding.group, reduces=surrounding.reduces, observe=surrounding.observe, outer=surrounding,
             entered=surrounding.entered,
         )  # fmt: skip
-        region.scales = weakref.WeakKeyDictionary()
+        region.scales, region.remembers = weakref.WeakKeyDictionary(), _KEEPS_SCALES.get()
+        if by_last:
+            region.by_last, region.entered_in_backward = True, False
         active = surrounding is not None
         return _Run(region, _KEEPS_SCALES, active), _Run(region, _REPLAYS, active)
 
@@ -313,13 +328,16 @@ class _Run:
     def __exit__(self, *exc: object) -> None:
         _ACTIVE.reset(self._tokens[0])
         self.variable.reset(self._tokens[1])
+        self.region.unread = {}  # modules, which keep their last region: a circle
 
 
 def keep_scales(module: Any, scales: torch.Tensor) -> None:
     """Remember what `module` used, in the first run of `checkpoint`."""
     region = _KEEPS_SCALES.get()
-    if region is not None and region.scales is not None:
+    while region is not None:
+        assert region.scales is not None
         region.scales.setdefault(module, []).append(scales)
+        region = region.remembers
 
 
 def kept_scales(module: Any) -> torch.Tensor | None:
