@@ -229,18 +229,41 @@ def test_recipes_are_kept_apart() -> None:
         assert torch.equal(run(linear, False, R.DelayedScaling()), run(linear, None, R.DelayedScaling()))
 
 
-def test_directions_are_kept_apart() -> None:
-    """Kept without gradients, then used with them: dgrad needs the columns, too."""
+@pytest.mark.parametrize("backward", ["quantized", "high_precision"])
+@pytest.mark.parametrize("kind", ["linear", "mlp", "grouped"])
+def test_directions_are_kept_apart(kind: str, backward: Any) -> None:
+    """Kept without gradients, then used with them: dgrad needs the columns, or the weight itself, too."""
+    torch.manual_seed(0)
+    recipe = R.MXFP8(backward=backward)
+    module: Any = {
+        "linear": fresh, "mlp": lambda: fw.nn.LayerNormMLP(64, 96), "grouped": lambda: fw.nn.GroupedLinear(2, 64, 64),
+    }[kind]()  # fmt: skip
+    rest = (torch.tensor([1, 3]),) if kind == "grouped" else ()
+    with torch.no_grad(), fw.autocast(recipe=recipe):
+        module(X, *rest, is_first_microbatch=True)
+    grads: list[Any] = []
+    for first in (False, None):
+        x = X.clone().requires_grad_()
+        with fw.autocast(recipe=recipe):
+            module(x, *rest, is_first_microbatch=first).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("backward", ["quantized", "high_precision"])
+def test_kept_forms_serve_every_forward_pass_of_a_step(backward: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a backward pass and after it."""
+    seen = quantizations(monkeypatch)
     linear = fresh()
-    with torch.no_grad():
-        run(linear, True)
-    x = X.clone().requires_grad_()
-    with fw.autocast(recipe=R.MXFP8()):
-        linear(x, is_first_microbatch=False).sum().backward()
-    y = X.clone().requires_grad_()
-    with fw.autocast(recipe=R.MXFP8()):
-        linear(y).sum().backward()
-    assert x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
+    for together in (False, True):
+        results = []
+        for first in (True, False, False):
+            results.append(run(linear, first, R.MXFP8(backward=backward)))
+            if not together:
+                results[-1].sum().backward()
+        for y in results * together:
+            y.sum().backward()
+    assert seen.count((64, 64)) == 2
 
 
 def test_watched_weights_are_parameters_in_every_other_way() -> None:

@@ -224,6 +224,30 @@ def test_kept_weights_are_kept_and_never_stale(change: Any, where: str, monkeypa
         assert torch.equal(a, b)
 
 
+def test_weights_with_main_grad_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the graph of the microbatch before is still there."""
+    from fourwave.nn import linear
+
+    made_anew: list[int] = []
+    quantize = linear.quantize_weight
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        made_anew.append(1)
+        return quantize(*arguments, **options)
+
+    monkeypatch.setattr(linear, "quantize_weight", counted)
+    module = made(fuse_wgrad_accumulation=True)
+    for weight in weights(module):
+        weight.main_grad = torch.zeros(N, K)
+    x = randn(sum(SPLITS), K).requires_grad_()
+    results = []
+    for first in (True, False, False):
+        with te.autocast(recipe=RECIPES["mxfp8"]):
+            results.append(module(x, SPLITS, first))
+        results[-1].sum().backward()
+    assert len(made_anew) == 1
+
+
 def test_an_alias_of_the_whole_forbids_keeping() -> None:
     module = made()
     run(module, "mxfp8", True)

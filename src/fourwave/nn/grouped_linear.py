@@ -220,7 +220,8 @@ class _Grouped(torch.autograd.Function):
         ctx.metas = (x_meta, w_meta)
         ctx.save_for_backward(m_sizes, *x_saved, *w_saved, *([scales] if scales is not None else []))
         ctx.call, ctx.history, ctx.main_grad, ctx.later, ctx.seed = call, history, main_grad, later, seed
-        ctx.weight = weight if later is not None or main_grad is not None else None
+        # A weight that is joined of parameters is an alias of their memory, which forbids keeping its quantized form. Nobody is told of it.
+        ctx.weight = weight if later is not None or (main_grad is not None and weight.is_leaf) else None
         ctx.bias_dtype, ctx.all_rows = None if bias is None else bias.dtype, all_rows
         if not plan.delayed and not call.observe:
             return y
@@ -271,7 +272,7 @@ class _Grouped(torch.autograd.Function):
             else:
                 dw, _none = wgrad.run()
         if ctx.main_grad is not None:
-            dw = _told(ctx.weight)
+            dw = None if ctx.weight is None else _told(ctx.weight)
         return dx, dw, db, *[None] * 11
 
 

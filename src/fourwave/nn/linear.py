@@ -131,13 +131,16 @@ class LinearBase(QuantizedModule):
             or step.observe
         ):
             return None
-        need_col = torch.is_grad_enabled() and x.requires_grad
+        needed = torch.is_grad_enabled() and x.requires_grad
+        need_col = needed and plan.w_t is not None
         how = (plan.w, plan.w_t if need_col else None, plan.mx_rule, plan.block_rule, step.fnuz)
         cache = self._caches.setdefault(name, WeightCache())
-        return cache.get(
+        kept = cache.get(
             weight, how, lambda: quantize_weight(weight, plan, step, slot, need_row=True, need_col=need_col),
             refresh=bool(is_first_microbatch), parts=self._parts(name),
         )  # fmt: skip
+        # dgrad in high precision multiplies the weight itself. Kept, it would be an alias of its memory, which forbids keeping.
+        return kept._replace(col=weight) if needed and not need_col else kept
 
     def _parts(self, name: str) -> Sequence[Tensor]:
         """The parameters that the weight is joined of, if it is none itself."""
