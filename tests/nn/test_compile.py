@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,25 @@ def test_the_modules_own_recipe(recipe: str) -> None:
             y.square().sum().backward()
             results.append([y, module.weight.grad, *state_of(module)])
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), step
+
+
+def test_a_recipe_that_is_set_later() -> None:
+    """Is the module's own, in compiled code, too."""
+    torch.manual_seed(0)
+    linear: Any = fnn.Linear(64, 96)
+    twin: Any = copy.deepcopy(linear)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    x = arguments(48, 0)[0]
+    for recipe in (None, R.MXFP4(), R.DelayedScaling(amax_history_len=2), R.MXFP8(), None):
+        linear.recipe = twin.recipe = recipe
+        right = fnn.Linear(64, 96, recipe=recipe)
+        right.load_state_dict(linear.state_dict())
+        for _ in range(2):
+            y = right(x)
+            assert torch.equal(linear(x), y) and torch.equal(compiled(x), y)
+        assert ("recipe" in repr(linear)) == (recipe is not None) and copy.deepcopy(linear).recipe == recipe
+    with pytest.raises(ValueError, match="one of fourwave"):
+        linear.recipe = R.MXFP8
 
 
 def test_main_grad_in_compiled_code() -> None:

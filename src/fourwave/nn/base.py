@@ -74,14 +74,25 @@ class QuantizedModule(nn.Module):
 
     def __init__(self, recipe: Recipe | None = None) -> None:
         nn.Module.__init__(self)  # super() of fourwave.nn.Linear is torch.nn.Linear, whose constructor makes parameters
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise ValueError(f"recipe is {recipe!r}; it must be one of fourwave.recipes, such as MXFP8(), or None")
         self.recipe = recipe
-        self._plan = None if recipe is None else recipe.plan
         self.delayed_scale = self.delayed_amax_history = None
         # Not saved: a run that goes on from a checkpoint rounds otherwise.
         self.rounding_seed = None
         self._forget()
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """Used where no fw.autocast is in force; may be set."""
+        return self.__dict__["recipe"]
+
+    @recipe.setter
+    def recipe(self, recipe: Recipe | None) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise ValueError(f"recipe is {recipe!r}; it must be one of fourwave.recipes, such as MXFP8(), or None")
+        self.__dict__["recipe"] = recipe
+        self._plan = None if recipe is None else recipe.plan
+        if "delayed_scale" in self.__dict__:  # the constructor prepares at its end
+            self._prepare_default()
 
     def _forget(self) -> None:
         """What belongs to this process and is neither saved nor copied."""
