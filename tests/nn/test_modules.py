@@ -383,6 +383,33 @@ def test_main_grad_and_delayed_wgrad(recipe: str) -> None:
                     torch.testing.assert_close(parameter.main_grad, right, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("delay", [False, True])
+def test_main_grad_is_what_the_backward_pass_finds(delay: bool) -> None:
+    """Given anew between the passes, where training loops have zero_grad()."""
+    import fourwave.te as te
+
+    makes: list[tuple[Any, tuple[Any, ...]]] = [
+        (lambda **k: fnn.Linear(64, 96, **k), ()),
+        (lambda **k: fnn.LayerNormMLP(64, 96, **k), ()),
+        (lambda **k: fnn.GroupedLinear(2, 64, 96, **k), (torch.tensor([4, 2]),)),
+        (lambda **k: te.GroupedLinear(2, 64, 96, device="cpu", **k), ([4, 2],)),
+    ]
+    for make, rest in makes:
+        module = make(fuse_wgrad_accumulation=True, delay_wgrad_compute=delay)
+        weights = [p for n, p in module.named_parameters() if "weight" in n and "norm" not in n]
+        first = [torch.zeros_like(p) for p in weights]
+        for weight, main_grad in zip(weights, first, strict=True):
+            weight.main_grad = main_grad
+        with fw.autocast(recipe=R.MXFP8()):
+            y = module(randn(6, 64), *rest)
+        for weight in weights:
+            weight.main_grad = torch.zeros_like(weight)
+        y.sum().backward()
+        if delay:
+            module.backward_dw()
+        assert all(weight.main_grad.any() for weight in weights) and not any(each.any() for each in first)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_torch_autocast_chooses_the_precision(recipe: str) -> None:
     """float32 parameters and input: the products and what is kept are bfloat16, gradients have their own types."""

@@ -10,6 +10,7 @@ there is an activation. Nothing is transposed and nothing is read on the host.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +139,7 @@ def linear(
     activation: str | None = None,
     slot: int = 0,
     cached: Pair | None = None,
-    main_grad: Tensor | None = None,
+    main_grad: Tensor | Callable[[], Tensor] | None = None,
     overwrite: bool = False,
     later: Later | None = None,
 ) -> Tensor:
@@ -147,8 +148,8 @@ def linear(
     x           [..., K] float32, bfloat16 or float16; weight [N, K]; bias [N] or None
     activation  as in fw.gemm
     cached      weight quantized earlier, both directions that are needed
-    main_grad   [N, K] float: the weight's gradient is added to it (or, with overwrite, replaces what it holds), and autograd
-                gets none
+    main_grad   [N, K] float, or a function that the backward pass calls for it: the weight's gradient is added to it (or, with
+                overwrite, replaces what it holds), and autograd gets none
     later       wgrad is not computed but put there
     returns     [..., N] ([..., N / 2] for swiglu) of compute_dtype(x)
     """
@@ -186,7 +187,7 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         scales: Tensor | None,
         history: Tensor | None,
-        main_grad: Tensor | None,
+        main_grad: Tensor | Callable[[], Tensor] | None,
         call: Call,
         cached: Pair | None,
         later: Later | None,
@@ -281,7 +282,8 @@ class _Linear(torch.autograd.Function):
             assert gs.col is not None and x_col is not None
             if ctx.later is not None:
                 x_col = alone(x_col)
-            wgrad = _Wgrad(call, gs.col, x_col, ctx.main_grad, ctx.bias_dtype if fused_bias else None)
+            main_grad = ctx.main_grad() if callable(ctx.main_grad) else ctx.main_grad
+            wgrad = _Wgrad(call, gs.col, x_col, main_grad, ctx.bias_dtype if fused_bias else None)
             if ctx.later is not None:
                 ctx.later.put(ctx.weight, wgrad)
             else:

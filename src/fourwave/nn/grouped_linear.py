@@ -171,7 +171,7 @@ class _Grouped(torch.autograd.Function):
         m_sizes: Tensor,
         scales: Tensor | None,
         history: Tensor | None,
-        main_grad: Tensor | MainGrads | None,
+        main_grad: Tensor | Callable[[], Tensor | MainGrads] | None,
         call: Call,
         cached: Pair | None,
         later: Later | None,
@@ -266,7 +266,8 @@ class _Grouped(torch.autograd.Function):
             assert gs.col is not None and x_col is not None
             if ctx.later is not None:
                 x_col = alone(x_col)
-            wgrad = _GroupedWgrad(call, gs.col, x_col, m_sizes, ctx.main_grad)
+            main_grad = ctx.main_grad() if callable(ctx.main_grad) else ctx.main_grad
+            wgrad = _GroupedWgrad(call, gs.col, x_col, m_sizes, main_grad)
             if ctx.later is not None:
                 ctx.later.put(ctx.weight, wgrad)
             else:

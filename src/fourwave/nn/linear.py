@@ -72,9 +72,10 @@ class LinearBase(QuantizedModule):
 
     def _weight(
         self, name: str, x: Tensor, step: Step, slot: int, is_first_microbatch: bool | None
-    ) -> tuple[Tensor, Pair | None, Tensor | None, bool]:
+    ) -> tuple[Tensor, Pair | None, Any, bool]:
         """(weight, its quantized form if there is one, main_grad, whether that is overwritten) of the parameter `name`.
 
+        main_grad is a function that gives it, but of compiled code and of stored weights: the backward pass takes what is there by then.
         Of a weight that is stored in quantized form, the first is an empty tensor that stands for it in autograd.
         """
         if torch.compiler.is_compiling() and self.delay_wgrad_compute and torch.is_grad_enabled():
@@ -101,22 +102,33 @@ class LinearBase(QuantizedModule):
         main_grad, overwrite = None, False
         if self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled():
             main_grad, overwrite = self._main_grad(name, is_first_microbatch)
+            found = main_grad()
+            if torch.compiler.is_compiling():
+                main_grad = found
         return weight, self._quantized(name, weight, x, step, slot, is_first_microbatch), main_grad, overwrite
 
-    def _main_grad(self, name: str, is_first_microbatch: bool | None) -> tuple[Tensor, bool]:
-        """(main_grad of a parameter, whether it is overwritten)"""
+    def _main_grad(self, name: str, is_first_microbatch: bool | None) -> tuple[Callable[[], Any], bool]:
+        """(function that gives main_grad of the parameter that is there now, whether it is overwritten)"""
         weight = getattr(self, name)
-        main_grad = getattr(weight, "main_grad", None)
-        if main_grad is None:
-            raise ValueError(
-                f"fuse_wgrad_accumulation=True and {name} has no main_grad: give it a tensor of its shape, float32 say"
-            )
-        if main_grad.shape != weight.shape or main_grad.device != weight.device or not main_grad.is_floating_point():
-            raise ValueError(
-                f"main_grad is {tuple(main_grad.shape)} of {main_grad.dtype} on {main_grad.device}; {name} is {tuple(weight.shape)} "
-                f"on {weight.device}, and main_grad must be floating-point numbers of that shape there"
-            )
-        return main_grad, bool(is_first_microbatch) or bool(getattr(weight, "overwrite_main_grad", False))
+
+        def find() -> Tensor:
+            main_grad = getattr(weight, "main_grad", None)
+            if main_grad is None:
+                raise ValueError(
+                    f"fuse_wgrad_accumulation=True and {name} has no main_grad: give it a tensor of its shape, float32 say"
+                )
+            if (
+                main_grad.shape != weight.shape
+                or main_grad.device != weight.device
+                or not main_grad.is_floating_point()
+            ):
+                raise ValueError(
+                    f"main_grad is {tuple(main_grad.shape)} of {main_grad.dtype} on {main_grad.device}; {name} is {tuple(weight.shape)} "
+                    f"on {weight.device}, and main_grad must be floating-point numbers of that shape there"
+                )
+            return main_grad
+
+        return find, bool(is_first_microbatch) or bool(getattr(weight, "overwrite_main_grad", False))
 
     def _quantized(
         self, name: str, weight: Tensor, x: Tensor, step: Step, slot: int, is_first_microbatch: bool | None

@@ -393,23 +393,27 @@ class GroupedLinear(_Module, fnn.GroupedLinear):
         for g, weight in enumerate(self._parts("weight")):
             reset_linear(weight, biases[g] if biases else None, self.init_method)
 
-    def _main_grad(self, name: str, is_first_microbatch: bool | None) -> tuple[Any, bool]:
-        """main_grad of all parts: one tensor where theirs lie together."""
-        weights = self._parts(name)
+    def _main_grad(self, name: str, is_first_microbatch: bool | None) -> tuple[Callable[[], Any], bool]:
+        """Of all parts: main_grad is one tensor where theirs lie together."""
+        weights: list[Any] = self._parts(name)
         trained = [g for g, weight in enumerate(weights) if weight.requires_grad]
-        missing = [f"{name}{g}" for g in trained if getattr(weights[g], "main_grad", None) is None]
-        if missing:
-            raise ValueError(
-                f"fuse_wgrad_accumulation=True and {', '.join(missing)} has no main_grad: give it a tensor of its shape, float32 say"
-            )
         overwrite = {
             bool(is_first_microbatch) or bool(getattr(weights[g], "overwrite_main_grad", False)) for g in trained
         }
-        if len(overwrite) > 1:
-            raise ValueError(f"overwrite_main_grad is set of some of {name}0, {name}1, ... only")
-        grads: list[Any] = [getattr(weight, "main_grad", None) if weight.requires_grad else None for weight in weights]
-        whole = len(trained) == len(weights) and parts.lie_together(grads)
-        return (parts.view(grads) if whole else parts.MainGrads(grads)), overwrite.pop()
+
+        def find() -> Any:
+            missing = [f"{name}{g}" for g in trained if getattr(weights[g], "main_grad", None) is None]
+            if missing:
+                raise ValueError(
+                    f"fuse_wgrad_accumulation=True and {', '.join(missing)} has no main_grad: give it a tensor of its shape, float32 say"
+                )
+            if len(overwrite) > 1:
+                raise ValueError(f"overwrite_main_grad is set of some of {name}0, {name}1, ... only")
+            grads: list[Any] = [weight.main_grad if g in trained else None for g, weight in enumerate(weights)]
+            whole = len(trained) == len(weights) and parts.lie_together(grads)
+            return parts.view(grads) if whole else parts.MainGrads(grads)
+
+        return find, any(overwrite)
 
     def _add_grad(self, weight: Tensor, grad: Tensor) -> None:
         _backward(parts.of(weight), grad.unbind(0), self._parts("weight"))
