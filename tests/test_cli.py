@@ -7,15 +7,17 @@ import os
 import re
 import subprocess
 import sys
+import typing
 
 import pytest
 import torch
+from typer.models import OptionInfo
 from typer.testing import CliRunner
 
 from fourwave import sim
 from fourwave.backends import registry
 from fourwave.cli import check, check_plan, console, doctor
-from fourwave.cli.app import app
+from fourwave.cli.app import app, bench_app
 from fourwave.ops.gemm.config import ARCHS, candidates_for, default_config, why_unsupported
 from fourwave.ops.gemm.problem import LAYOUTS
 from fourwave.quantize.tensor import QuantizedTensor
@@ -44,6 +46,19 @@ def test_every_command_has_help(command):
     result = invoke(*command, "--help")
     assert result.exit_code == 0
     assert "Usage:" in result.output
+
+
+def test_every_option_is_named_where_it_is_declared():
+    """typer 0.27 takes the name from metavar where it is the parameter's but for case: `arch` becomes `--ARCH`. Up to
+    0.26, a parameter in capitals is handed over in small letters."""
+    commands = [*app.registered_commands, *bench_app.registered_commands, app.registered_callback]
+    for function in (command.callback for command in commands):
+        for parameter, kind in typing.get_type_hints(function, include_extras=True).items():
+            for declared in getattr(kind, "__metadata__", ()):
+                if isinstance(declared, OptionInfo):
+                    # Within Annotated, Option's first argument is the first name.
+                    assert str(declared.default).startswith("-"), f"{function.__name__}: {parameter}"
+            assert parameter == parameter.lower(), f"{function.__name__}: {parameter}"
 
 
 def test_help_imports_no_dsl_and_no_model_library():

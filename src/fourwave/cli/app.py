@@ -77,7 +77,9 @@ def demo(
     ] = "auto",
     threads: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="CPU threads for PyTorch. Default: PyTorch's.", show_default=False),
+        typer.Option(
+            "--threads", min=1, metavar="N", help="CPU threads for PyTorch. Default: PyTorch's.", show_default=False
+        ),
     ] = None,
     json: JsonFile = None,
 ) -> None:
@@ -97,19 +99,22 @@ def check(
     subject: Annotated[
         str,
         typer.Argument(
-            metavar="[SUBJECT]",
+            metavar="SUBJECT",
             help="gemm; mxfp4 (gemm of MXFP4 operands); quantize; or grouped (forward, dgrad and wgrad).",
         ),
     ] = "gemm",
     arch: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="ARCH", help="gfx950 or gfx942 (mxfp4: gfx1250 or gfx950); repeat for several. Default: both."
+            "--arch",
+            metavar="ARCH",
+            help="gfx950 or gfx942 (mxfp4: gfx1250 or gfx950); repeat for several. Default: both.",
         ),
     ] = None,
     layout: Annotated[
         list[str] | None,
         typer.Option(
+            "--layout",
             metavar="LAYOUT",
             help="Of gemm and mxfp4: TN, NN or NT; repeatable. Default: all. quantize and grouped refuse it.",
         ),
@@ -117,6 +122,7 @@ def check(
     dtype: Annotated[
         list[str] | None,
         typer.Option(
+            "--dtype",
             metavar="DTYPE",
             help="Of gemm: bf16, fp16, fp32, fp8, mxfp8, or all; repeatable. Default: bf16, fp16. The others have a list of their own "
             "and refuse it.",
@@ -125,6 +131,7 @@ def check(
     backend: Annotated[
         str,
         typer.Option(
+            "--backend",
             metavar="BACKEND",
             help="sim: the simulator; flydsl: the AMD GPU of this machine, whose architecture --arch may only repeat.",
         ),
@@ -133,7 +140,7 @@ def check(
         bool,
         typer.Option("--full", help="Of gemm and mxfp4: every combination, not a covering choice. An hour and more."),
     ] = False,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the inputs.")] = 0,
     json: JsonFile = None,
 ) -> None:
     """Run every AMD kernel over layouts, dtypes and awkward shapes, and compare with float64.
@@ -166,15 +173,16 @@ def doctor(
 @app.command()
 def explain(
     op: Annotated[str, typer.Argument(help="The operation: gemm or grouped.")] = "gemm",
-    M: Annotated[int | None, typer.Argument(help="Output rows.", show_default=False)] = None,
-    N: Annotated[int | None, typer.Argument(help="Output columns.", show_default=False)] = None,
-    K: Annotated[int | None, typer.Argument(help="Reduction length.", show_default=False)] = None,
+    m: Annotated[int | None, typer.Argument(metavar="M", help="Output rows.", show_default=False)] = None,
+    n: Annotated[int | None, typer.Argument(metavar="N", help="Output columns.", show_default=False)] = None,
+    k: Annotated[int | None, typer.Argument(metavar="K", help="Reduction length.", show_default=False)] = None,
     layout: Annotated[
-        str | None, typer.Option(metavar="LAYOUT", help="TN, NN or NT. Default: TN; with --isa all three.")
+        str | None, typer.Option("--layout", metavar="LAYOUT", help="TN, NN or NT. Default: TN; with --isa all three.")
     ] = None,
     dtype: Annotated[
         str,
         typer.Option(
+            "--dtype",
             metavar="DTYPE",
             help="Of the operands: bf16, fp16, fp32, fp8 (one scale), fp8_row, fp8_1x128, mxfp8, mxfp4, mxfp8_mxfp4, mxfp4_mxfp8 or "
             "bf16_mxfp4; "
@@ -183,10 +191,13 @@ def explain(
     ] = "bf16",
     out_dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help="bf16, fp16 or fp32. Default: the operands', of 8 bits or fewer: bf16."),
+        typer.Option(
+            "--out-dtype", metavar="DTYPE", help="bf16, fp16 or fp32. Default: the operands', of 8 bits or fewer: bf16."
+        ),
     ] = None,
     groups: Annotated[
-        int | None, typer.Option(min=1, metavar="G", help="grouped: how many groups. Default: 32.", show_default=False)
+        int | None,
+        typer.Option("--groups", min=1, metavar="G", help="grouped: how many groups. Default: 32.", show_default=False),
     ] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="gemm: as if the call had asked for it, which keeps K whole.")
@@ -194,6 +205,7 @@ def explain(
     backend: Annotated[
         str | None,
         typer.Option(
+            "--backend",
             metavar="BACKEND",
             help="As if the call had named this one: native, flydsl, hopper, sim:gfx950, sim:gfx942, sim:gfx1250 or auto. Default: "
             "FOURWAVE_BACKEND, else auto. Not with --isa or --schedule.",
@@ -208,6 +220,7 @@ def explain(
     arch: Annotated[
         list[str] | None,
         typer.Option(
+            "--arch",
             metavar="ARCH",
             help="With --isa: gfx950, gfx942 or (MX formats) gfx1250; repeatable. Default: all that apply.",
         ),
@@ -219,7 +232,7 @@ def explain(
             help="gemm, with --arch gfx1250 and a dtype of MX: simulate a workgroup, print what its waves do in each step.",
         ),
     ] = False,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="With --schedule: draw it.")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="With --schedule: draw it.")] = None,
     json: JsonFile = None,
 ) -> None:
     """Say which backend, kernel and config a GEMM gets and why, or (--isa) what its compiled kernel looks like.
@@ -234,9 +247,9 @@ def explain(
 
     run_explain(
         op,
-        M,
-        N,
-        K,
+        m,
+        n,
+        k,
         layout,
         dtype,
         out_dtype,
@@ -255,10 +268,10 @@ def explain(
 @bench_app.command("sim")
 def bench_sim(
     arch: Annotated[
-        str, typer.Option(metavar="ARCH", help="Whose kernels are simulated: gfx950 or gfx942.")
+        str, typer.Option("--arch", metavar="ARCH", help="Whose kernels are simulated: gfx950 or gfx942.")
     ] = "gfx950",
     repeats: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Launches to time, after one that is not timed.")
+        int, typer.Option("--repeats", min=1, metavar="N", help="Launches to time, after one that is not timed.")
     ] = 7,
     json: JsonFile = None,
 ) -> None:
@@ -276,9 +289,7 @@ def sim_command(
     script: Annotated[
         Path, typer.Argument(metavar="SCRIPT", help="A Python script with FlyDSL launches, written for a GPU.")
     ],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGS]...", help="The script's own arguments.")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The script's own arguments.")] = None,
     arch: Annotated[
         str, typer.Option("--arch", metavar="ARCH", help="GPU to simulate: gfx950, gfx942, gfx1250.")
     ] = "gfx950",
