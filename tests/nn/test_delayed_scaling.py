@@ -381,6 +381,59 @@ def test_evaluation_through_a_reentrant_checkpoint_changes_nothing(inputs: bool)
     same(state(net), before)
 
 
+def checkpoint_of_torch_2_11(function: Any, *args: Any, use_reentrant: bool, context_fn: Any, **kwargs: Any) -> Any:
+    """The part that matters: an exception of `function` is not thrown into the generator, which its traceback keeps."""
+
+    def generator() -> Any:
+        first, _ = context_fn()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, hook), first:
+            yield
+
+    def hook(_: Any) -> Any:
+        raise AssertionError("a hook of a checkpoint that failed")
+
+    gen = generator()
+    next(gen)
+    result = function(*args, **kwargs)
+    with pytest.raises(StopIteration):
+        next(gen)
+    return result
+
+
+@pytest.mark.parametrize("torch_is", ["installed", "2.11"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_exception_in_a_checkpoint_leaves_nothing_behind(
+    torch_is: str, nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as of a batch that does not fit and is tried again smaller: no region stays, in which all that follows would be quantized
+    and of one step, and no hook of saved tensors."""
+    if torch_is == "2.11":
+        monkeypatch.setattr(torch_checkpoint, "checkpoint", checkpoint_of_torch_2_11)
+    linear = fnn.Linear(32, 32)
+    x = data(0, 4, 32)
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        linear(x).square()
+        raise MemoryError("too large")
+
+    run = (lambda x: fnn.checkpoint(fails, x)) if nested else fails
+    recipe = R.DelayedScaling(amax_history_len=4)
+    with pytest.raises(MemoryError, match="too large") as kept, fw.autocast(recipe=recipe):
+        fnn.checkpoint(run, x)
+    assert fnn.context.entered() is None and not fnn.context.quantizes()
+    assert fnn.context._KEEPS_SCALES.get() is None
+    linear(x).square().sum().backward()
+    assert linear.weight.grad is not None
+    scales = []
+    for step in range(3):
+        with fw.autocast(recipe=recipe):
+            linear(data(step, 4, 32)).sum().backward()
+        assert linear.delayed_scale is not None
+        scales.append(linear.delayed_scale[0].item())
+    assert len(set(scales)) > 1
+    del kept
+
+
 def evaluate(net: Net) -> None:
     before = state(net)
     for length in (4, 1, 9):

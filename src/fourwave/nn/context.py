@@ -276,7 +276,26 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         active = surrounding is not None
         return _Run(region, _KEEPS_SCALES, active), _Run(region, _REPLAYS, active)
 
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    failure: list[BaseException] = []
+    is_first = True
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_first
+        if not is_first:
+            return function(*args, **kwargs)
+        is_first = False
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            failure.append(error)
+            return None
+
+    # Some releases of PyTorch (2.11 is one) leave their hooks, and the first of `contexts`, only when the traceback of an exception is
+    # gone, by when this context is another one: they do not see the exception.
+    result = torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    if failure:
+        raise failure.pop()
+    return result
 
 
 @torch.library.custom_op("fourwave::spaced_scales", mutates_args=())
