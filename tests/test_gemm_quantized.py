@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fourwave as fw
+from fourwave.backends import native
 from fourwave.ops.gemm.problem import LAYOUTS
 from fourwave.quantize.tensor import FORMATS, QuantizedTensor
 from fourwave.testing import GemmCase, bounds
@@ -438,5 +439,57 @@ def test_products_of_scales_may_leave_float32(target: Target) -> None:
     a, b = (fw.quantize(t.to(target.device), "fp8_e4m3", fnuz=fnuz) for t in (x, w))
     if target.backend == "hopper":
         pytest.skip("hopper multiplies the two scales")
+    if "_scaled_mm" in str(fw.explain(a, b, out_dtype=FP32, backend=target.backend)):
+        pytest.skip("cuBLASLt multiplies the two scales")
     out = fw.gemm(a, b, alpha=1e-20, out_dtype=FP32, backend=target.backend)
     assert not out[1:].any() and not out.isnan().any()
+
+
+GPU_CASES = {
+    "fp8 in and out": ("fp8_e4m3", "fp8_e4m3", {"out_format": "fp8_e4m3", "out_scale": torch.tensor(2.0)}),
+    "fp8 in, mxfp8 out": ("fp8_e4m3", "fp8_e4m3", {"out_format": "mxfp8_e4m3"}),
+    "mxfp8 in and out": ("mxfp8_e4m3", "mxfp8_e4m3", {"out_format": "mxfp8_e4m3"}),
+    "mxfp4": ("mxfp4", "mxfp4", {"out_dtype": BF16}),
+    "bf16 with mxfp4": (None, "mxfp4", {}),
+    "bf16 with mxfp8": (None, "mxfp8_e4m3", {}),
+    "bf16 with fp8": (None, "fp8_e4m3", {}),
+    "mxfp4 with bf16": ("mxfp4", None, {"out_dtype": BF16}),
+    "bf16": (None, None, {}),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", GPU_CASES)
+def test_nothing_quantized_is_multiplied_as_it_is(case: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """native's way on a GPU, taken on the CPU: torch.mm knows neither codes nor scales. Sums of small integers are the same bits."""
+    generator = torch.Generator().manual_seed(0)
+    trans_a, trans_b = layout == "NT", layout == "TN"
+    a_format, b_format, more = GPU_CASES[case]
+
+    def operand(rows: int, format_: str | None, k_last: bool) -> Any:
+        t = torch.randint(-3, 4, (rows, 64) if k_last else (64, rows), generator=generator).to(BF16)
+        return (
+            t if format_ is None else fw.quantize(t, format_, "rowwise" if k_last else "columnwise", backend="native")
+        )
+
+    a, b = operand(32, a_format, not trans_a), operand(64, b_format, trans_b)
+
+    def run() -> Any:
+        return fw.gemm(a, b, trans_a=trans_a, trans_b=trans_b, backend="native", **more)
+
+    expected = run()
+    on_cpu = native.NativeBackend._run
+    seen = []
+
+    def as_on_a_gpu(self: Any, problem: Any, tensors: Any) -> Any:
+        seen.append(problem)
+        return on_cpu(self, replace(problem, device_type="cuda"), tensors)
+
+    monkeypatch.setattr(native.NativeBackend, "_run", as_on_a_gpu)
+    monkeypatch.setattr(native, "why_no_scaled_mm", lambda *_: "no GPU")
+    monkeypatch.setattr(native, "_HAS_MM_OUT_DTYPE", False)
+    got = run()
+    assert len(seen) == 1
+    if isinstance(expected, QuantizedTensor):
+        got, expected = got.dequantize(), expected.dequantize()
+    assert got.dtype == expected.dtype and torch.equal(got, expected)

@@ -39,7 +39,8 @@ def _inexact_fp32() -> bool:
 class NativeBackend(Backend):
     """torch.mm; torch._scaled_mm for 8-bit floats with one scale each, where the GPU's library takes them.
 
-    What torch._scaled_mm accumulates on Hopper keeps about 14 bits between promotions (testing.bounds.hopper_fp8_u_acc).
+    What torch._scaled_mm accumulates on Hopper keeps about 14 bits between promotions (testing.bounds.hopper_fp8_u_acc), and
+    cuBLASLt multiplies the two scales with each other: of a product past float32's range all sums are Inf or NaN.
     Other operands of 8 bits and less are dequantized first, to float32, or for MX on a GPU to bfloat16: exact but for
     "1x128" and "128x128", whose values are rounded to float32.
     bf16 and fp16 are accumulated in float32; alpha, bias, activation and the addend are applied in float32, and the only
@@ -125,6 +126,7 @@ class NativeBackend(Backend):
         if (
             not widen
             and tensors.alpha == 1.0
+            and problem.precision in ("bf16", "fp16", "fp32")
             and problem.out_dtype == problem.a_dtype
             and (is_fp32 or problem.device_type == "cuda")
             and self._is_plain(problem)
