@@ -60,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "archs(*names): run the test once for each arch of the simulator (tests/sim/machine.py)"
     )
+    config.addinivalue_line("markers", "each_device: run the test on the CPU and on a GPU (tests/te/conftest.py)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

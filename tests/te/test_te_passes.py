@@ -14,12 +14,15 @@ import torch.utils.checkpoint
 import fourwave.te as te
 from fourwave import nn as fnn
 
+pytestmark = pytest.mark.each_device
+
 FC1, FC2 = "fc1_weight", "fc2_weight"
 NAMES = (FC1, FC2)
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    """On the device of modules that are given none."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(te.modules._device(None) or "cpu")
 
 
 def train(module: Any, trained: tuple[str, ...]) -> None:
