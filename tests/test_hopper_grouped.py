@@ -119,10 +119,12 @@ def test_kernels_compile_without_a_gpu() -> None:
     sixteen = replace(p, a_dtype=BF16, b_dtype=BF16, a_scaling=None, b_scaling=None)
     dgrad = replace(sixteen, layout="NN")
     wgrad = GroupedProblem(8, 512, 1024, 4096, "reduction", "NT", BF16, BF16, FP32, None, True, device_type="cuda")
+    blocks = replace(wgrad, layout="TN", a_dtype=E4M3, b_dtype=E4M3, a_scaling="1x128", b_scaling="1x128")
     for config_problem, config in (
         (p, swapped(p, 16, 80)), (p, rows_tile(p, 256, 128, 2)), (p, rows_tile(p, 128, 112, 1, 2)), (row, rows_tile(row, 128, 144)),
         (replace(row, fast_accum=True), swapped(row, 16, 80)), (sixteen, swapped(sixteen, 16, 80, 2)), (sixteen, rows_tile(sixteen, 128, 256, 2)),
         (dgrad, swapped(dgrad, 8, 64)), (dgrad, rows_tile(dgrad, 128, 256, 1, 2)), (wgrad, default_config(wgrad)[0]),
+        (wgrad, rows_tile(wgrad, 128, 128, 2)), (wgrad, rows_tile(wgrad, 128, 256, 1, 2)), (blocks, rows_tile(blocks, 128, 128, 1, 2)),
     ):  # fmt: skip
         spec = sm90_launch.specialise(config_problem, config)
         assert sm90_launch.compile_kernel(spec) is not None, f"{config_problem}, {config}"
@@ -411,6 +413,8 @@ def repeated(what: str) -> tuple[GroupedProblem, HopperGroupedConfig | None, Gro
         shapes |= {"rows 128": ("rows", 128, 128, 1), "rows pairs": ("rows", 256, 128, 2)}
         shapes |= {"rows wide": ("rows", 128, 192, 1, 2), "rows widest": ("rows", 128, 256, 1, 2)}
         config = config_of(p, shapes[what.removesuffix(" bf16").removesuffix(" dgrad")])
+    elif what.endswith("pairs"):
+        config = rows_tile(p, 128, 128, 1, 2)
     return p, config, tensors
 
 
@@ -430,6 +434,8 @@ def repeated(what: str) -> tuple[GroupedProblem, HopperGroupedConfig | None, Gro
         "rows 128 dgrad bf16",
         "wgrad bf16",
         "wgrad fp8",
+        "wgrad bf16 pairs",
+        "wgrad fp8 pairs",
     ],
 )
 def test_a_thousand_repeats_on_two_streams(what: str) -> None:
@@ -508,6 +514,25 @@ def test_wgrad_sixteen_bit(sizes: str, tile_n: int, dtype: torch.dtype) -> None:
     run_case(case, rows_tile(case.problem("cuda"), 128, tile_n))
 
 
+WGRAD_TILES = (
+    (64, 1, 1), (64, 2, 1), (128, 1, 1), (128, 2, 1), (128, 1, 2), (192, 1, 2), (192, 2, 1), (256, 2, 1), (256, 1, 2),
+)  # fmt: skip
+"""tile_n, CTAs side by side, CTAs below each other."""
+
+
+@on_gpu
+@pytest.mark.parametrize("addend", ["load", "reduce", None])
+@pytest.mark.parametrize("tile", WGRAD_TILES, ids=str)
+@pytest.mark.parametrize("sizes", ["odd", "64 random"])
+@pytest.mark.parametrize("M", [200, 392])
+def test_wgrad_shared_tiles(M: int, sizes: str, tile: tuple[int, int, int], addend: str | None) -> None:
+    """Pairs of which one has a tile past the end, results on every way out."""
+    case = GroupedCase(
+        "wgrad", SIZES[sizes], M, 328, dtype=BF16, out_dtype=FP32, accumulate=addend is not None, extra=3
+    )
+    run_case(case, replace(rows_tile(case.problem("cuda"), 128, *tile), addend=addend or "load"))
+
+
 @on_gpu
 @pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("accumulate", [False, True])
@@ -519,11 +544,13 @@ def test_wgrad_outputs(K: int, accumulate: bool, out_dtype: torch.dtype) -> None
 @on_gpu
 @pytest.mark.parametrize("scaling", [None, "tensor", "row", "1x128"])
 @pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("tile_n", [64, 128, 192])
-def test_wgrad_fp8(tile_n: int, fast: bool, scaling: str | None) -> None:
-    """Codes stored transposed; groups that begin inside a block of scales and inside 16 bytes; NaN in the rows past the last."""
-    sizes, M, N = [5, 130, 0, 1, 300, 128, 77], 200, 328
-    K = sum(sizes) + 15
+@pytest.mark.parametrize("tile", [*WGRAD_TILES[:7], (128, 1, 1, True), (128, 1, 2, True)], ids=str)
+@pytest.mark.parametrize("extra", [15, 143])
+def test_wgrad_fp8(extra: int, tile: tuple[Any, ...], fast: bool, scaling: str | None) -> None:
+    """Codes stored transposed; groups that begin inside a block of scales and inside 16 bytes, and one of many that does not; NaN in the
+    rows past the last, and so many of those that rows of scales are multiples of 16 bytes, or not. tile: as in WGRAD_TILES, then whether the second warpgroup starts late."""
+    sizes, M, N = [5, 130, 0, 1, 300, 128, 77, 127, 1536], 200, 328
+    K = sum(sizes) + extra
     p = GroupedProblem(
         len(sizes), M, N, K, "reduction", "TN", E4M3, E4M3, FP32, device_type="cuda", a_scaling=scaling, b_scaling=scaling,
         fast_accum=fast,
@@ -543,7 +570,7 @@ def test_wgrad_fp8(tile_n: int, fast: bool, scaling: str | None) -> None:
     (a, a_scale, x), (b, b_scale, y) = operand(M, p.a_scale_shape), operand(N, p.b_scale_shape)
     out = torch.full((len(sizes), M, N), float("nan"), device="cuda")
     tensors = GroupedTensors(a, b, torch.tensor(sizes, device="cuda"), out, None, a_scale, b_scale)
-    sm90_launch.run(p, rows_tile(p, 128, tile_n), tensors)
+    sm90_launch.run(p, rows_tile(p, 128, *tile[:3], stagger=len(tile) > 3), tensors)
     start = 0
     for g, size in enumerate(sizes):
         left, right = x[:, start : start + size], y[:, start : start + size]

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from fourwave.ops.gemm.sm90_config import (
     BARRIER_BYTES,
@@ -24,6 +27,7 @@ from fourwave.ops.grouped_gemm.problem import REDUCTION, ROWS, GroupedProblem
 MAX_GROUPS = 1024  # what the table in shared memory has room for
 TABLES = (128, MAX_GROUPS)
 MAX_ACCUMULATORS = 192  # per thread, as in the dense kernel
+RING_BYTES, SWIZZLE_ATOM = 8192, 1024
 WAVE_ROWS = 128  # of the two consumer warpgroups of a "rows" tile
 _PLAIN = (None, "tensor", "row")
 
@@ -40,6 +44,11 @@ class HopperGroupedConfig:
     cluster_n   "rows": CTAs side by side that load a's tiles for each other
     band        "rows": tiles of a group side by side, along its rows, that are walked through together (L2 reuse)
     split       "swapped": CTAs of a cluster that share a tile's reduction
+    ring        wgrad into float32: pieces of 64 rows x 32 columns of a tile that each of two warpgroups has room for in shared memory, on
+                their way out; 0: they leave from registers
+    addend      of those, what they are added to: "load", TMA brings it; "reduce", memory adds
+    quads       wgrad of FP8: TMA brings scales of blocks where it can
+    stagger     wgrad of FP8: the second warpgroup starts a tile when the first has its first products
     overlap     the grid may be set up while the one before it on the stream ends (programmatic dependent launch)
     """
 
@@ -52,6 +61,10 @@ class HopperGroupedConfig:
     cluster_n: int = 1
     band: int = 16
     split: int = 1
+    ring: int = 0
+    addend: str = "load"
+    stagger: bool = False
+    quads: bool = True
     overlap: bool = True
 
     def __str__(self) -> str:
@@ -77,9 +90,12 @@ def table_groups(problem: GroupedProblem) -> int:
 
 
 def bulk_scales(problem: GroupedProblem, config: HopperGroupedConfig) -> str | None:
-    """How copy engines bring a's scales: "strips" of one k block, or "quads", four k blocks of each row; None: they do not."""
-    if not block_scaled(problem) or problem.split != ROWS or config.schedule != "rows":
+    """How copy engines bring a's scales (of wgrad both operands'): "strips" of one k block, or "quads", four k blocks of each row; None: they
+    do not."""
+    if not block_scaled(problem) or config.schedule != "rows":
         return None
+    if problem.split == REDUCTION:
+        return "quads" if config.quads and -(-problem.K // 128) % 4 == 0 else None
     if problem.a_scale_layout == "groups":
         return "strips"
     return "quads" if -(-problem.K // 128) % 4 == 0 else None
@@ -89,6 +105,11 @@ def last_halves(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
     """Whether a cluster's tiles of which half have no rows come last: not where the table for it is large."""
     few = table_groups(problem) == TABLES[0]
     return few and problem.split == ROWS and config.schedule == "rows" and config.tile_m * config.cluster_m > WAVE_ROWS
+
+
+def rings(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
+    """Whether results leave through a ring of pieces in shared memory."""
+    return problem.split == REDUCTION and problem.out_dtype == torch.float32 and config.ring > 0
 
 
 def store_columns(problem: GroupedProblem) -> int:
@@ -102,12 +123,17 @@ def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
     if block_scaled(problem):
         stage += 4 * (config.tile_m + (config.tile_n if problem.split == REDUCTION else 4))
     bulk = bulk_scales(problem, config)
+    if bulk is not None and problem.split == REDUCTION:
+        stage += 12 * (config.tile_m + config.tile_n)
+        bulk = None
     if bulk is not None:
         stage += 4 * (config.tile_m + 4)  # at most: quads have a slot for four stages, and one more
     tables = 3 if last_halves(problem, config) else 2
     total = config.num_stages * stage + 4 * (tables * table_groups(problem) + 32) + 2 * BARRIER_BYTES
     if config.schedule == "swapped":
         return total + (width - config.tile_n) * SWIZZLE_BYTES + 4 * config.tile_m * (width + 4)
+    if rings(problem, config):
+        total += 2 * config.ring * (RING_BYTES + 16) + SWIZZLE_ATOM
     if problem.out_dtype.itemsize == 2:
         total += 2 * WAVE_ROWS * (store_columns(problem) + 8)
     if config.schedule == "rows" and problem.split == ROWS:
@@ -189,11 +215,12 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
         step = 16 if problem.layout == "TN" and problem.split == ROWS else 64
         if config.tile_n % step or config.tile_n > 256:
             return f"tile_n={config.tile_n}: multiples of {step} up to 256"
-        if problem.split == REDUCTION and (config.tile_m, config.cluster_size) != (WAVE_ROWS, 1):
-            return (
-                f"tile_m={config.tile_m} and {config.cluster_size} CTAs of a cluster: a reduction in groups has tiles of {WAVE_ROWS} rows, "
-                "which are not shared"
-            )
+        if problem.split == REDUCTION and config.tile_m != WAVE_ROWS:
+            return f"tile_m={config.tile_m}: a reduction in groups has tiles of {WAVE_ROWS} rows"
+        if config.ring and config.tile_n // 32 % config.ring:
+            return f"ring={config.ring}: a divisor of tile_n / 32"
+        if config.addend not in ("load", "reduce"):
+            return f"addend {config.addend!r}: there are load and reduce"
         if config.cluster_n not in (1, 2) or config.cluster_m not in (1, 2) or config.cluster_size > 2:
             return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: 1 or 2 CTAs share a's tiles or b's, not both"
         if config.cluster_m > 1 and config.tile_m > WAVE_ROWS:
@@ -226,12 +253,20 @@ def swapped(problem: GroupedProblem, tokens: int, rows: int, split: int = 1) -> 
     return _deepest(problem, HopperGroupedConfig(tokens, rows, tile_k, "swapped", split=split))
 
 
+# By tile_n. Where the ring has room for a whole tile, what it is added to arrives beside its products; else pieces would wait for that.
+_RINGS: dict[int, dict[str, Any]] = {
+    64: {"ring": 2}, 128: {"ring": 4}, 192: {"ring": 3, "addend": "reduce"}, 256: {"ring": 4, "addend": "reduce"},
+}  # fmt: skip
+
+
 def rows_tile(
-    problem: GroupedProblem, tile_m: int, tile_n: int, cluster_n: int = 1, cluster_m: int = 1
+    problem: GroupedProblem, tile_m: int, tile_n: int, cluster_n: int = 1, cluster_m: int = 1, **more: Any
 ) -> HopperGroupedConfig:
     tile_k = SWIZZLE_BYTES // problem.a_dtype.itemsize
+    if problem.split == REDUCTION and problem.out_dtype == torch.float32:
+        more = _RINGS.get(tile_n, {}) | more
     return _deepest(
-        problem, HopperGroupedConfig(tile_m, tile_n, tile_k, "rows", cluster_n=cluster_n, cluster_m=cluster_m)
+        problem, HopperGroupedConfig(tile_m, tile_n, tile_k, "rows", cluster_n=cluster_n, cluster_m=cluster_m, **more)
     )
 
 
@@ -239,8 +274,12 @@ def rows_tile(
 def candidates(problem: GroupedProblem) -> tuple[HopperGroupedConfig, ...]:
     """The configurations that the default is chosen from, those that this problem allows."""
     if problem.split == REDUCTION:
+        most = 128 if block_scaled(problem) else 256
         tiles = [
-            rows_tile(problem, WAVE_ROWS, n) for n in ((128, 64) if block_scaled(problem) else (256, 192, 128, 64))
+            rows_tile(problem, WAVE_ROWS, n, *cluster)
+            for n in (256, 192, 128, 64)
+            for cluster in ((1, 1), (1, 2), (2, 1))
+            if n <= most
         ]
         return _allowed(problem, tiles)
     average = -(-problem.M // min(problem.G, problem.M))
@@ -299,13 +338,18 @@ def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
     """Modelled time of the busiest cluster, were all groups equal."""
     size = problem.a_dtype.itemsize
     if problem.split == REDUCTION:
-        tiles = problem.G * -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n)
+        high = -(-problem.M // (config.tile_m * config.cluster_m))
+        wide = -(-problem.N // (config.tile_n * config.cluster_n))
+        turns = -(-problem.G * high * wide // (NUM_SMS // config.cluster_size))
         steps = -(-problem.K * size // (problem.G * SWIZZLE_BYTES))
         out = config.tile_m * config.tile_n * problem.out_dtype.itemsize * (2 if problem.accumulate else 1)
-        tile = steps * _step_seconds(problem, config) + out / _SM_BYTES_PER_SECOND
-        if problem.accumulate and config.tile_n > 128:
-            tile += _ROWS_TURN_SECONDS  # measured: L2's additions come in one burst
-        return -(-tiles // NUM_SMS) * (tile + _TURN_SECONDS * (1 + config.tile_n / 64))
+        multiply, store = steps * _step_seconds(problem, config), out / _SM_BYTES_PER_SECOND
+        if not rings(problem, config):
+            if problem.accumulate and config.tile_n > 128:
+                store += _ROWS_TURN_SECONDS  # measured: L2's additions come in one burst
+            return turns * (multiply + store + _TURN_SECONDS * (1 + config.tile_n / 64))
+        waits = config.tile_n // 32 - config.ring  # pieces that find no room
+        return turns * (max(multiply + _TURN_SECONDS * (1 + waits), store) + _TURN_SECONDS * config.tile_n / 64)
     used = min(problem.G, problem.M)
     rows = -(-problem.M // used)
     high = -(-rows // (config.tile_m * config.cluster_m))

@@ -55,7 +55,7 @@ class GroupedSpecialisation:
 def specialise(
     problem: GroupedProblem, config: HopperGroupedConfig, vector: bool = True, aligned: bool = True
 ) -> GroupedSpecialisation:
-    """vector: rows of out and their starts allow stores of several elements; aligned: a's scales begin at 16 bytes."""
+    """vector: rows of out and their starts allow stores of several elements; aligned: a's scales begin at 16 bytes, of wgrad b's too."""
     bulk = aligned and bulk_scales(problem, config) is not None
     return GroupedSpecialisation(
         replace(config, band=1), table_groups(problem), problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype,
@@ -78,6 +78,7 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
     from cutlass.cute.runtime import make_ptr
 
     from fourwave.blocks.cutedsl.loaders import TmaLoader
+    from fourwave.blocks.cutedsl.ring_store import RingStore
     from fourwave.blocks.cutedsl.stacked import StackedLoader
     from fourwave.ops.grouped_gemm import sm90, sm90_swapped, sm90_wgrad
 
@@ -102,12 +103,17 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
         )  # fmt: skip
         out_align = spec.out_dtype.itemsize * (4 if spec.vector else 1)
     elif spec.wgrad:
+        ring = None
+        if config.ring and spec.vector and spec.out_dtype == torch.float32:
+            addend = config.addend if spec.accumulate else None
+            ring = RingStore(config.tile_n, config.ring, addend, spec.b_scaling == "row")
         kernel = sm90_wgrad.GroupedWgrad(
             config.tile_n, config.num_stages, spec.groups,
-            TmaLoader(a_type, config.tile_m, config.tile_k, k_last, config.num_stages, 1),
-            TmaLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, 1),
+            TmaLoader(a_type, config.tile_m, config.tile_k, k_last, config.num_stages, config.cluster_n),
+            TmaLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, config.cluster_m),
             out_type, spec.accumulate, spec.a_scaling, spec.b_scaling, spec.promote, spec.vector, config.overlap,
-            spec.store_columns,
+            spec.store_columns, config.cluster_size, "m" if config.cluster_m > 1 else "n", ring, config.stagger and spec.promote,
+            spec.bulk,
         )  # fmt: skip
         out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
     else:
@@ -130,7 +136,8 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
     band = () if config.schedule == "swapped" else (one,)
     return cute.compile[tuple(options)](
         kernel, pointer(a_type, ALIGN_BYTES), pointer(b_type, ALIGN_BYTES), pointer(out_type, out_align),
-        pointer(bias_type or out_type), pointer(Float32, ALIGN_BYTES if spec.bulk else None), pointer(Float32), pointer(types[spec.sizes_dtype]),
+        pointer(bias_type or out_type), pointer(Float32, ALIGN_BYTES if spec.bulk else None),
+        pointer(Float32, ALIGN_BYTES if spec.bulk and spec.wgrad else None), pointer(types[spec.sizes_dtype]),
         one, one, one, one, stride, stride, stride, stride, one, one, one, one, *band, cuda.CUstream(0),
     )  # fmt: skip
 
@@ -229,7 +236,8 @@ def run(problem: GroupedProblem, config: HopperGroupedConfig | None, tensors: Gr
     plans = _local.__dict__.get("plans")
     if plans is None:
         plans = _local.plans = {}
-    aligned = scale_a is None or scale_a.data_ptr() % ALIGN_BYTES == 0
+    starts = scale_a, scale_b if problem.split == REDUCTION else None
+    aligned = all(scale is None or scale.data_ptr() % ALIGN_BYTES == 0 for scale in starts)
     key = problem, config, device, strides, scale_strides, vector, aligned
     plan = plans.get(key)
     if plan is None:
@@ -253,7 +261,9 @@ def run(problem: GroupedProblem, config: HopperGroupedConfig | None, tensors: Gr
 def _clusters(problem: GroupedProblem, config: HopperGroupedConfig, num_sms: int) -> int:
     """Clusters of the grid: no more than the tiles that there can be."""
     if problem.split == REDUCTION:
-        return min(num_sms, problem.G * -(-problem.M // config.tile_m) * -(-problem.N // config.tile_n))
+        high = -(-problem.M // (config.tile_m * config.cluster_m))
+        wide = -(-problem.N // (config.tile_n * config.cluster_n))
+        return max(1, min(num_sms // config.cluster_size, problem.G * high * wide))
     if config.cluster_size > 2:
         num_sms = num_sms * FOURS_SMS // NUM_SMS
     tiles = (problem.M // (config.tile_m * config.cluster_m) + min(problem.G, problem.M)) * -(

@@ -6,36 +6,46 @@ scale_* of tensors; of a's and b's rows (as [M, K], [N, K]); or one for each 128
         wherever groups begin, multiplied in by block (`promote`)
 out     [G, M, N]; an empty group gives zeros, or the addend
 
-CTA c takes tiles c, c + CTAs, ... of all groups' tiles, group by group. One producer warp and two consumer warpgroups of 64 rows each, as
-in sm90.py; scales of blocks are copied by the producer and the three warps beside it, one of which takes longer than a step's products. A group's k begin and end anywhere. TMA brings tiles from its first row on, or, where k is contiguous, from the 16 bytes that
-this row is in, with scales of blocks from the block. In a group's first and last tile the consumers overwrite what belongs to its
-neighbours with zeros, of both operands, since zero times a neighbour's NaN is NaN.
+Cluster c takes tiles c, c + clusters, ... of all groups' tiles, group by group. One producer warp and two consumer warpgroups of 64 rows
+each, as in sm90.py. The CTAs of a pair have tiles side by side and load a's for each other, or below each other and load b's. Scales of
+blocks are copied by warps beside the producer, one of which takes longer than a step's products. A group's k begin and end anywhere. TMA
+brings tiles from its first row on, or, where k is contiguous, from the 16 bytes that this row is in, with scales of blocks from the block.
+In a group's first and last tile the consumers overwrite what belongs to its neighbours with zeros, of both operands, since zero times a
+neighbour's NaN is NaN. Float32 results leave beside the next tile's products (blocks.cutedsl.ring_store), which another warp of the
+producer's sees to; where their rows are not multiples of 16 bytes, and those of other types, from registers.
 
 Barriers
-  full    1 arrival, which announces TMA's bytes, and with scales one for each lane of the four warps that copy them
-  empty   of each consumer warp
+  full    1 arrival, which announces TMA's bytes, and with scales one for each lane of the warps that copy them
+  empty   of each consumer warp of each CTA of the cluster
   named   BOTH: of both consumers, when they have written zeros
+          BEHIND: with `stagger` consumer 1 starts a tile when consumer 0's first products are there, so that one adds while the other's
+          products run
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from fourwave.blocks.cutedsl import groups
+from fourwave.blocks.cutedsl import groups, ring_store
 from fourwave.blocks.cutedsl import mma as mma_block
+from fourwave.blocks.cutedsl.epilogue import BUFFER_BYTES
 from fourwave.blocks.cutedsl.loaders import TmaLoader
 from fourwave.blocks.cutedsl.mma import WARPGROUP
+from fourwave.blocks.cutedsl.ring_store import CONSUMERS
 from fourwave.blocks.cutedsl.rows_store import RowsStore
 from fourwave.blocks.cutedsl.schedule import tile_of
 
 TILE_M = 128
 ROWS = 64  # of a consumer
-BOTH = 4  # a named barrier
+BOTH, BEHIND = 4, 5  # named barriers
+SERVER = 1  # the warp that sees to the ring
+QUAD = 4  # k blocks whose scales TMA brings together: 16 bytes of each row
 LANES = 32
 LINE = 128  # bytes of a tile's row in shared memory, of its k or of 64 of its rows
 SMEM_ALIGN = 1024
@@ -48,6 +58,10 @@ class GroupedWgrad:
 
     groups      that the table has room for, a multiple of 32
     vector      N, rows of out and their starts are multiples of 16 bytes
+    quads       TMA brings scales of blocks, QUAD k blocks of a row at a time: rows of scales, and their starts, are multiples of 16
+                bytes. Else warps copy them word by word, 32 bytes from L2 for each
+    share       CTAs of a cluster; along: "m", they have tiles below each other and share b, or "n", side by side
+    ring        a RingStore, of float32 results, or None
     """
 
     tile_n: int
@@ -63,6 +77,58 @@ class GroupedWgrad:
     vector: bool
     overlap: bool
     store_columns: int = 64
+    share: int = 1
+    along: str = "m"
+    ring: Any = None
+    stagger: bool = False
+    quads: bool = False
+
+    @property
+    def pair(self) -> bool:
+        """Whether the cluster's tiles lie below each other and share b; else side by side, and share a."""
+        return self.share > 1 and self.along == "m"
+
+    @property
+    def words(self) -> bool:
+        """Whether warps copy scales."""
+        return self.blocks and not self.quads
+
+    @property
+    def scale_slots(self) -> int:
+        """Buffers for scales. Of QUAD blocks: a tile's first stage begins a new one, and there are as many tiles of one stage as stages."""
+        return self.num_stages
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a row in a buffer."""
+        return 4 * QUAD if self.quads else 4
+
+    def quad_layout(self, rows: int):
+        return cute.make_layout((rows, QUAD), stride=(QUAD, 1))
+
+    @cute.jit
+    def quad_tma(self, scales: cute.Pointer, rows: Int32, K: Int32, extent: cutlass.Constexpr):
+        k_blocks = cute.assume(cute.ceil_div(K, 128), divby=QUAD)
+        matrix = cute.make_tensor(scales, cute.make_layout((rows, k_blocks), stride=(k_blocks, 1)))
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), matrix, self.quad_layout(extent), (extent, QUAD)
+        )
+
+    @cute.jit
+    def quad_partition(
+        self, atom: cute.CopyAtom, coordinates: cute.Tensor, shared: cute.Pointer, extent: cutlass.Constexpr, row: Int32, block: Int32
+    ):  # fmt: skip
+        """(shared [copy, slot], global [copy, 1, quad]) from a row and a block of k on."""
+        layout = cute.make_layout((extent, QUAD, self.scale_slots), stride=(QUAD, 1, QUAD * extent))
+        tiles = cute.local_tile(cute.domain_offset((row, block), coordinates), (extent, QUAD), (None, None))
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(cute.make_tensor(shared, layout), 0, 2), cute.group_modes(tiles, 0, 2)
+        )  # fmt: skip
+
+    @property
+    def copiers(self) -> int:
+        """Warps that copy scales, the last ones of the producer's warpgroup."""
+        return 4 if self.ring is None else 2
 
     @property
     def blocks(self) -> bool:
@@ -81,9 +147,13 @@ class GroupedWgrad:
         return 128 // self.loader_a.dtype.width if self.loader_a.k_contiguous else 1  # type: ignore[attr-defined]
 
     @property
+    def turns_a(self) -> int:
+        """Scales of a's rows that a lane of the copiers copies for a stage."""
+        return TILE_M // (LANES * self.copiers)
+
+    @property
     def turns_b(self) -> int:
-        """Scales of b's rows that a lane of the four warps copies for a stage."""
-        return -(-self.tile_n // WARPGROUP)
+        return -(-self.tile_n // (LANES * self.copiers))
 
     @property
     def writer(self) -> RowsStore:
@@ -101,20 +171,33 @@ class GroupedWgrad:
         """As sm90.GroupedGemm.__call__, but b_matrix: elements between out's matrices. bias, scale_*: not used but for the pointers."""
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
         tma_b, coordinates_b = self.loader_b.tma(self.loader_b.matrix(b, N, K, b_stride))
+        tma_out, coordinates_out, tma_old, coordinates_old = tma_a, coordinates_a, tma_a, coordinates_a
+        if cutlass.const_expr(self.ring is not None):
+            (tma_out, coordinates_out), (tma_old, coordinates_old) = self.ring.tma(out, M, N, G, out_stride, b_matrix)
+        tma_sa, coordinates_sa, tma_sb, coordinates_sb = tma_a, coordinates_a, tma_b, coordinates_b
+        if cutlass.const_expr(self.quads):
+            tma_sa, coordinates_sa = self.quad_tma(scale_a, M, K, TILE_M)
+            tma_sb, coordinates_sb = self.quad_tma(scale_b, N, K, self.tile_n)
         self.kernel(
-            tma_a, coordinates_a, tma_b, coordinates_b, out, scale_a, scale_b, sizes, G, M, N, K, out_stride, b_matrix, band
+            tma_a, coordinates_a, tma_b, coordinates_b, tma_out, coordinates_out, tma_old, coordinates_old, tma_sa, coordinates_sa,
+            tma_sb, coordinates_sb, out, scale_a, scale_b, sizes, G, M, N, K, out_stride, b_matrix, band,
         ).launch(
-            grid=(clusters, 1, 1), block=(3 * WARPGROUP, 1, 1), cluster=(1, 1, 1), min_blocks_per_mp=1, stream=stream,
-            use_pdl=self.overlap,
+            grid=(clusters * self.share, 1, 1), block=(3 * WARPGROUP, 1, 1), cluster=(self.share, 1, 1), min_blocks_per_mp=1,
+            stream=stream, use_pdl=self.overlap,
         )  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
+        tma_out: cute.CopyAtom, coordinates_out: cute.Tensor, tma_old: cute.CopyAtom, coordinates_old: cute.Tensor,
+        tma_sa: cute.CopyAtom, coordinates_sa: cute.Tensor, tma_sb: cute.CopyAtom, coordinates_sb: cute.Tensor,
         out: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer, G: Int32, M: Int32, N: Int32,
         K: Int32, out_stride: Int64, out_matrix: Int64, band: Int32,
     ):  # fmt: skip
-        loader_a, loader_b, writer = self.loader_a, self.loader_b, self.writer
+        loader_a, loader_b, writer, ring, share = self.loader_a, self.loader_b, self.writer, self.ring, self.share
+        slots = 0 if ring is None else CONSUMERS * ring.slots
+        ring_elements = 0 if ring is None else ring.elements
+        out_elements = 8 * writer.elements if ring is None else 8
         tile_k = loader_a.tile_k
         thread = cute.arch.thread_idx()[0]
         lane = thread % 32
@@ -127,28 +210,39 @@ class GroupedWgrad:
         class Storage:
             full: cute.struct.MemRange[Int64, self.num_stages]
             empty: cute.struct.MemRange[Int64, self.num_stages]
+            ready: cute.struct.MemRange[Int64, max(1, slots)]
+            done: cute.struct.MemRange[Int64, max(1, slots)]
             row_end: cute.struct.MemRange[Int32, self.groups]
             tile_end: cute.struct.MemRange[Int32, self.groups + 32]
             a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
             b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, cute.cosize(layout_b)], SMEM_ALIGN]
+            pieces: cute.struct.Align[cute.struct.MemRange[Float32, ring_elements], SMEM_ALIGN]
             scales_a: cute.struct.Align[
-                cute.struct.MemRange[Float32, self.num_stages * TILE_M if self.blocks else 4], 16
+                cute.struct.MemRange[Float32, self.scale_slots * TILE_M * self.scale_bytes // 4 if self.blocks else 4],
+                128,
             ]
             scales_b: cute.struct.Align[
-                cute.struct.MemRange[Float32, self.num_stages * self.tile_n if self.blocks else 4], 16
+                cute.struct.MemRange[
+                    Float32, self.scale_slots * self.tile_n * self.scale_bytes // 4 if self.blocks else 4
+                ],
+                128,
             ]
-            out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, 8 * writer.elements], 16]
+            out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, out_elements], 16]
 
         storage = SmemAllocator().allocate(Storage)
         smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        ready, done = storage.ready.data_ptr(), storage.done.data_ptr()
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
         scales_a, scales_b = storage.scales_a.data_ptr(), storage.scales_b.data_ptr()
         if thread == 0:
             for i in cutlass.range_constexpr(self.num_stages):
-                cute.arch.mbarrier_init(full + i, 1 + WARPGROUP if self.blocks else 1)
-                cute.arch.mbarrier_init(empty + i, 8)
+                cute.arch.mbarrier_init(full + i, 1 + LANES * self.copiers if self.words else 1)
+                cute.arch.mbarrier_init(empty + i, 8 * share)
+            for i in cutlass.range_constexpr(slots):
+                cute.arch.mbarrier_init(ready + i, 1)
+                cute.arch.mbarrier_init(done + i, 4)
         cute.arch.mbarrier_init_fence()
         if warp == 0:
             cpasync.prefetch_descriptor(tma_a)
@@ -156,58 +250,123 @@ class GroupedWgrad:
         cute.arch.griddepcontrol_wait()
         if warp == 0:
             groups.build(sizes, G, K, 1, Int32(1), row_end, tile_end, lane)
-        cute.arch.barrier()
+        rank = Int32(0)
+        if cutlass.const_expr(share > 1):
+            rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        else:
+            cute.arch.barrier()
 
-        tiles_m, tiles_n = cute.ceil_div(M, TILE_M), cute.ceil_div(N, self.tile_n)
-        per_group = tiles_m * tiles_n
-        num_tiles = per_group * G
-        tile = cute.arch.block_idx()[0]
-        ctas = cute.arch.grid_dim()[0]
+        # Of clusters.
+        tiles_m = cute.ceil_div(M, TILE_M * (share if self.pair else 1))
+        tiles_n = cute.ceil_div(N, self.tile_n * (1 if self.pair else share))
+        num_tiles = tiles_m * tiles_n * G
+        tile = cute.arch.block_idx()[0] // share
+        clusters = cute.arch.grid_dim()[0] // share
 
         warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
         if warpgroup_index == 0:
             # Producer.
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            if cutlass.const_expr(self.blocks):
-                if warp > 0:
+            if cutlass.const_expr(ring is not None):
+                if warp == SERVER:
+                    smem_ring = ring.smem(storage.pieces)
+                    self.serve(
+                        (tma_out, tma_old),
+                        (
+                            ring.output.partition(tma_out, coordinates_out, smem_ring),
+                            ring.output.partition(tma_old, coordinates_old, smem_ring),
+                        ),
+                        ready, done, tile, num_tiles, clusters, tiles_m, tiles_n, band, rank,
+                    )  # fmt: skip
+            if cutlass.const_expr(self.words):
+                if warp >= max(1, 4 - self.copiers):
                     self.bring_scales(
-                        tile, num_tiles, ctas, per_group, tiles_m, tiles_n, band, M, N, K, row_end, full, empty, scale_a, scale_b,
+                        tile, num_tiles, clusters, tiles_m, tiles_n, band, rank, M, N, K, row_end, full, empty, scale_a, scale_b,
                         scales_a, scales_b, warp, lane,
                     )  # fmt: skip
             if warp == 0:
+                mask_a = mask_b = None
+                if cutlass.const_expr(loader_a.multicast > 1):
+                    mask_a = cutlass.Int16((1 << share) - 1)
+                if cutlass.const_expr(loader_b.multicast > 1):
+                    mask_b = cutlass.Int16((1 << share) - 1)
                 write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
+                slot = Int32(self.scale_slots - 1)
                 while tile < num_tiles:
-                    g = tile // per_group
-                    m_tile, n_tile = tile_of(tile - g * per_group, tiles_m, tiles_n, band, "m")
+                    g, m_tile, n_tile = self.place(tile, tiles_m, tiles_n, band, rank)
                     first, steps, _ = self.span(row_end, g)
                     shared_a, global_a = loader_a.partition(
-                        tma_a, cute.domain_offset((m_tile * TILE_M, first), coordinates_a), smem_a, 0
+                        tma_a,
+                        cute.domain_offset((m_tile * TILE_M, first), coordinates_a),
+                        smem_a,
+                        0 if self.pair else rank,
                     )
                     shared_b, global_b = loader_b.partition(
-                        tma_b, cute.domain_offset((n_tile * self.tile_n, first), coordinates_b), smem_b, 0
+                        tma_b,
+                        cute.domain_offset((n_tile * self.tile_n, first), coordinates_b),
+                        smem_b,
+                        rank if self.pair else 0,
                     )
                     places = self.places(m_tile, n_tile, M, N, K, first, warp, lane)
+                    if cutlass.const_expr(self.quads):
+                        block = first // 128
+                        # A box begins at a multiple of 16 bytes, or the instruction is illegal.
+                        quad = block // QUAD * QUAD
+                        shared_sa, global_sa = self.quad_partition(
+                            tma_sa, coordinates_sa, scales_a, TILE_M, m_tile * TILE_M, quad
+                        )
+                        shared_sb, global_sb = self.quad_partition(
+                            tma_sb, coordinates_sb, scales_b, self.tile_n, n_tile * self.tile_n, quad
+                        )
                     for k in cutlass.range(steps, unroll=1):
                         cute.arch.mbarrier_wait(empty + write.index, write.phase)
                         barrier = full + write.index
+                        arriving = Int32(loader_a.stage_bytes + loader_b.stage_bytes)
+                        if cutlass.const_expr(self.quads):
+                            if self.begins_quad(block, k):
+                                arriving += self.scale_bytes * (TILE_M + self.tile_n)
                         with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(
-                                barrier, loader_a.stage_bytes + loader_b.stage_bytes
-                            )
-                        cute.copy(tma_a, global_a[(None, 0, k)], shared_a[(None, write.index)], tma_bar_ptr=barrier)
-                        cute.copy(tma_b, global_b[(None, 0, k)], shared_b[(None, write.index)], tma_bar_ptr=barrier)
-                        if cutlass.const_expr(self.blocks):
+                            cute.arch.mbarrier_arrive_and_expect_tx(barrier, arriving)
+                        if cutlass.const_expr(self.quads):
+                            if self.begins_quad(block, k):
+                                slot, at = self.next_slot(slot), (block - quad + k) // QUAD
+                                cute.copy(
+                                    tma_sa, global_sa[(None, 0, at)], shared_sa[(None, slot)], tma_bar_ptr=barrier
+                                )
+                                cute.copy(
+                                    tma_sb, global_sb[(None, 0, at)], shared_sb[(None, slot)], tma_bar_ptr=barrier
+                                )
+                        cute.copy(
+                            tma_a,
+                            global_a[(None, 0, k)],
+                            shared_a[(None, write.index)],
+                            tma_bar_ptr=barrier,
+                            mcast_mask=mask_a,
+                        )
+                        cute.copy(
+                            tma_b,
+                            global_b[(None, 0, k)],
+                            shared_b[(None, write.index)],
+                            tma_bar_ptr=barrier,
+                            mcast_mask=mask_b,
+                        )
+                        if cutlass.const_expr(self.words and self.copiers == 4):
                             self.copy_scales(
                                 scale_a, scale_b, scales_a, scales_b, write.index, places, k, barrier, warp, lane
                             )
                         write.advance()
-                    tile += ctas
+                    tile += clusters
         else:
             # Consumers.
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = warpgroup_index - 1
             both = thread - WARPGROUP  # in the two warpgroups
-            buffer = storage.out.data_ptr() + (warp - 4) * writer.elements
+            buffer = storage.out.data_ptr()
+            if cutlass.const_expr(ring is None):
+                buffer += (warp - 4) * writer.elements
+            ring_start = storage.pieces.data_ptr().toint().to(Int32)
             thread = thread % WARPGROUP
             mma = mma_block.tiled_mma(loader_a, loader_b, self.tile_n)
             slice_ = mma.get_slice(0)
@@ -222,18 +381,28 @@ class GroupedWgrad:
             bytes_a = cute.recast_ptr(storage.a.data_ptr(), dtype=Int32)
             bytes_b = cute.recast_ptr(storage.b.data_ptr(), dtype=Int32)
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
+            turn = Int32(0)
+            products = cute.make_rmem_tensor(self.tile_n // 2 if self.blocks and self.ahead else 2, Float32)
+            own_a_scales = scales_a.toint().to(Int32)
+            own_a_scales += (consumer * ROWS + thread // 32 * 16 + lane // 4) * self.scale_bytes
+            own_b_scales = scales_b.toint().to(Int32) + lane % 4 * (2 * self.scale_bytes)
+            slot, within = Int32(self.scale_slots - 1), Int32(0)
             while tile < num_tiles:
-                g = tile // per_group
-                m_tile, n_tile = tile_of(tile - g * per_group, tiles_m, tiles_n, band, "m")
+                g, m_tile, n_tile = self.place(tile, tiles_m, tiles_n, band, rank)
                 first, steps, end = self.span(row_end, g)
                 start = groups.start_of(row_end, g)
                 total.fill(0.0)
                 row, n0 = m_tile * TILE_M + consumer * ROWS, n_tile * self.tile_n
-                released = read.index
-                ready = cute.arch.mbarrier_test_wait(full + read.index, read.phase)
+                # Else consumer 0 could arrive for two tiles before consumer 1 waits for one, or wait for it with zeros to write.
+                behind = Boolean(False)
+                if cutlass.const_expr(self.stagger):
+                    behind = (steps >= self.num_stages) & (first == start)
+                    if behind & (consumer == 1):
+                        cute.arch.barrier(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
+                there = cute.arch.mbarrier_test_wait(full + read.index, read.phase)
                 for k in cutlass.range(steps, unroll=1):
                     if cutlass.const_expr(self.promote):
-                        if not ready:
+                        if not there:
                             cute.arch.mbarrier_wait(full + read.index, read.phase)
                     else:
                         cute.arch.mbarrier_wait(full + read.index, read.phase)
@@ -247,27 +416,33 @@ class GroupedWgrad:
                     warpgroup.fence()
                     if cutlass.const_expr(self.promote):
                         self.issue(mma, acc, operand_a, operand_b, read.index, True)
-                        rows, columns = self.load_factors(scales_a, scales_b, read.index, consumer, thread)
+                        if cutlass.const_expr(self.blocks):
+                            # ptxas moves nothing across it: loads between the wgmmas would hold those up.
+                            cute.arch.sync_warp()
+                            if cutlass.const_expr(self.quads):
+                                if self.begins_quad(first // 128, k):
+                                    slot = self.next_slot(slot)
+                                within = (first // 128 + k) % QUAD * 4
+                            else:
+                                slot = read.index
+                            self.load_factors(products, own_a_scales + within, own_b_scales + within, slot)
                         warpgroup.wait_group(0)
+                        if cutlass.const_expr(self.stagger):
+                            if behind & (consumer == 0) & (k == 0):
+                                cute.arch.barrier_arrive(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
                         if cutlass.const_expr(self.ahead):
-                            self.release(empty + read.index)
+                            self.release(empty + read.index, lane)
                         after = read.clone()
                         after.advance()
-                        ready = cute.arch.mbarrier_test_wait(full + after.index, after.phase)
-                        self.add(acc, total, rows, columns, scales_b, read.index, thread)
+                        there = cute.arch.mbarrier_test_wait(full + after.index, after.phase)
+                        self.add(acc, total, products, own_b_scales + within, slot)
                         if cutlass.const_expr(not self.ahead):
-                            self.release(empty + read.index)
+                            self.release(empty + read.index, lane)
                     else:
                         self.issue(mma, acc, operand_a, operand_b, read.index, False)
-                        warpgroup.wait_group(1)
-                        if k > 0:
-                            self.release(empty + released)
-                        released = read.index
+                        warpgroup.wait_group(0)
+                        self.release(empty + read.index, lane)
                     read.advance()
-                if cutlass.const_expr(not self.promote):
-                    warpgroup.wait_group(0)
-                    if steps > 0:
-                        self.release(empty + released)
                 alpha = Float32(1.0)
                 if cutlass.const_expr(self.a_scaling == "tensor"):
                     alpha = alpha * scale_a[0]
@@ -279,24 +454,70 @@ class GroupedWgrad:
                     for i in cutlass.range_constexpr(2):
                         own = row + thread // 32 * 16 + lane // 4 + 8 * i
                         factors[i] = alpha * scale_a[cutlass.min(own, M - 1)]
-                if row < M:
+                if cutlass.const_expr(ring is not None):
+                    own = consumer * ring.slots
+                    turn = ring.put(
+                        total,
+                        ring_start + own * BUFFER_BYTES,
+                        ready + own,
+                        done + own,
+                        turn,
+                        factors,
+                        scale_b,
+                        n0,
+                        N,
+                        thread,
+                    )
+                elif row < M:
                     writer.store(
                         total, 0, ROWS * self.tile_n // WARPGROUP, out + g * out_matrix, out_stride, row, M,
                         n0, N, factors, scale_b, out, thread, buffer,
                     )  # fmt: skip
-                tile += ctas
+                tile += clusters
+        if cutlass.const_expr(share > 1):
+            # Another CTA may still arrive at this one's barriers, or send into its stages.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+
+    @cute.jit
+    def place(self, tile: Int32, tiles_m: Int32, tiles_n: Int32, band: Int32, rank: Int32):
+        """(group, m_tile, n_tile) of a cluster's tile number `tile`, this CTA's."""
+        per_group = tiles_m * tiles_n
+        g = tile // per_group
+        m_tile, n_tile = tile_of(tile - g * per_group, tiles_m, tiles_n, band, "m")
+        if cutlass.const_expr(self.pair):
+            m_tile = m_tile * self.share + rank
+        else:
+            n_tile = n_tile * self.share + rank
+        return g, m_tile, n_tile
+
+    @cute.jit
+    def serve(
+        self, atoms: tuple, parts: tuple, ready: cute.Pointer, done: cute.Pointer, tile: Int32, num_tiles: Int32, clusters: Int32,
+        tiles_m: Int32, tiles_n: Int32, band: Int32, rank: Int32,
+    ):  # fmt: skip
+        """The warp SERVER: RingStore.serve, of all tiles."""
+        turn = Int32(0)
+        first = Boolean(True)
+        while tile < num_tiles:
+            g, m_tile, n_tile = self.place(tile, tiles_m, tiles_n, band, rank)
+            here = m_tile * CONSUMERS, n_tile * self.ring.pieces, g
+            g, m_tile, n_tile = self.place(cutlass.min(tile + clusters, num_tiles - 1), tiles_m, tiles_n, band, rank)
+            after = m_tile * CONSUMERS, n_tile * self.ring.pieces, g
+            turn = self.ring.serve(atoms, parts, ready, done, turn, here, after, tile + clusters < num_tiles, first)
+            first = Boolean(False)
+            tile += clusters
 
     @cute.jit
     def bring_scales(
-        self, tile: Int32, num_tiles: Int32, ctas: Int32, per_group: Int32, tiles_m: Int32, tiles_n: Int32, band: Int32, M: Int32,
+        self, tile: Int32, num_tiles: Int32, clusters: Int32, tiles_m: Int32, tiles_n: Int32, band: Int32, rank: Int32, M: Int32,
         N: Int32, K: Int32, row_end: cute.Pointer, full: cute.Pointer, empty: cute.Pointer, scale_a: cute.Pointer,
         scale_b: cute.Pointer, scales_a: cute.Pointer, scales_b: cute.Pointer, warp: Int32, lane: Int32,
     ):  # fmt: skip
         """A warp's share of the scales of all stages, beside the producer's."""
         write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
         while tile < num_tiles:
-            g = tile // per_group
-            m_tile, n_tile = tile_of(tile - g * per_group, tiles_m, tiles_n, band, "m")
+            g, m_tile, n_tile = self.place(tile, tiles_m, tiles_n, band, rank)
             first, steps, _ = self.span(row_end, g)
             places = self.places(m_tile, n_tile, M, N, K, first, warp, lane)
             for k in cutlass.range(steps, unroll=1):
@@ -305,19 +526,22 @@ class GroupedWgrad:
                     scale_a, scale_b, scales_a, scales_b, write.index, places, k, full + write.index, warp, lane
                 )
                 write.advance()
-            tile += ctas
+            tile += clusters
 
     @cute.jit
     def places(
         self, m_tile: Int32, n_tile: Int32, M: Int32, N: Int32, K: Int32, first: Int32, warp: Int32, lane: Int32
     ):
-        """Where the scales of this lane's rows of a and of b are, at the tile's first block: row 32 warp + lane, and each 128th after it."""
+        """Where the scales of this lane's rows of a and of b are, at the tile's first block: the copiers' lanes take a row each, in turns."""
         k_blocks = cute.ceil_div(K, 128)
-        places = cute.make_rmem_tensor(1 + self.turns_b, Int32)
-        own = LANES * warp + lane
-        places[0] = cutlass.min(m_tile * TILE_M + own, M - 1) * k_blocks + first // 128
+        lanes = LANES * self.copiers
+        places = cute.make_rmem_tensor(self.turns_a + self.turns_b, Int32)
+        own = LANES * (warp - (4 - self.copiers)) + lane
+        for i in cutlass.range_constexpr(self.turns_a):
+            places[i] = cutlass.min(m_tile * TILE_M + own + lanes * i, M - 1) * k_blocks + first // 128
         for i in cutlass.range_constexpr(self.turns_b):
-            places[1 + i] = cutlass.min(n_tile * self.tile_n + own + WARPGROUP * i, N - 1) * k_blocks + first // 128
+            row = cutlass.min(n_tile * self.tile_n + own + lanes * i, N - 1)
+            places[self.turns_a + i] = row * k_blocks + first // 128
         return places
 
     @cute.jit
@@ -325,14 +549,16 @@ class GroupedWgrad:
         self, scale_a: cute.Pointer, scale_b: cute.Pointer, scales_a: cute.Pointer, scales_b: cute.Pointer, stage: Int32,
         places: cute.Tensor, k: Int32, barrier: cute.Pointer, warp: Int32, lane: Int32,
     ):  # fmt: skip
-        own = LANES * warp + lane
-        groups.copy_word(scales_a + (stage * TILE_M + own), scale_a + (places[0] + k))
+        lanes = LANES * self.copiers
+        own = LANES * (warp - (4 - self.copiers)) + lane
+        for i in cutlass.range_constexpr(self.turns_a):
+            groups.copy_word(scales_a + (stage * TILE_M + own + lanes * i), scale_a + (places[i] + k))
         for i in cutlass.range_constexpr(self.turns_b):
-            target = scales_b + (stage * self.tile_n + own + WARPGROUP * i)
-            if cutlass.const_expr(WARPGROUP * (i + 1) <= self.tile_n):
-                groups.copy_word(target, scale_b + (places[1 + i] + k))
-            elif own + WARPGROUP * i < self.tile_n:
-                groups.copy_word(target, scale_b + (places[1 + i] + k))
+            target = scales_b + (stage * self.tile_n + own + lanes * i)
+            if cutlass.const_expr(lanes * (i + 1) <= self.tile_n):
+                groups.copy_word(target, scale_b + (places[self.turns_a + i] + k))
+            elif own + lanes * i < self.tile_n:
+                groups.copy_word(target, scale_b + (places[self.turns_a + i] + k))
         cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
     @cute.jit
@@ -346,9 +572,13 @@ class GroupedWgrad:
         return first, steps, end
 
     @cute.jit
-    def release(self, barrier: cute.Pointer):
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(barrier)
+    def release(self, barrier: cute.Pointer, lane: Int32):
+        """A warp has read a stage: tell the CTAs whose loads reach it."""
+        if cutlass.const_expr(self.share == 1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(barrier)
+        elif lane < self.share:
+            cute.arch.mbarrier_arrive(barrier, lane)
 
     @cute.jit
     def issue(
@@ -394,41 +624,59 @@ class GroupedWgrad:
                     cute.autovec_copy(zeros, chunk)
 
     @cute.jit
-    def load_factors(
-        self, scales_a: cute.Pointer, scales_b: cute.Pointer, stage: Int32, consumer: Int32, thread: Int32
-    ):  # fmt: skip
-        """Scales of a thread's two rows and, where there are registers (`ahead`), of its columns."""
-        rows = cute.make_rmem_tensor(2, Float32)
-        columns = cute.make_rmem_tensor(self.tile_n // 4 if self.ahead else 2, Float32)
-        if cutlass.const_expr(self.blocks):
-            own = scales_a + (stage * TILE_M + consumer * ROWS + thread // 32 * 16 + thread % 32 // 4)
-            for i in cutlass.range_constexpr(2):
-                rows[i] = (own + 8 * i)[0]
-            if cutlass.const_expr(self.ahead):
-                for i in cutlass.range_constexpr(self.tile_n // 8):
-                    columns[2 * i], columns[2 * i + 1] = self.pair(scales_b, stage, i, thread)
-        return rows, columns
+    def begins_quad(self, block: Int32, k: Int32):
+        """Whether the scales of a tile's k-th step, whose first one is k block `block`, are in another slot than the one's before."""
+        return (k == 0) | ((block + k) % QUAD == 0)
 
     @cute.jit
-    def pair(self, scales_b: cute.Pointer, stage: Int32, i: cutlass.Constexpr, thread: Int32):
+    def next_slot(self, slot: Int32):
+        slot = slot + 1
+        if slot == self.scale_slots:
+            slot = Int32(0)
+        return slot
+
+    def column_pair(self, address: Int32, i: int):
         """Scales of a thread's two columns among 8, the i-th ones."""
-        pair = cute.make_rmem_tensor(2, Float32)
-        source = (scales_b + (stage * self.tile_n + 8 * i + thread % 4 * 2)).align(8)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
-        return pair[0], pair[1]
+        if not self.quads:
+            return ring_store.load_pair(address, 32 * i)
+        return [ring_store.load(address, self.scale_bytes * (8 * i + c)) for c in range(2)]
 
     @cute.jit
-    def add(
-        self, acc: cute.Tensor, total: cute.Tensor, rows: cute.Tensor, columns: cute.Tensor, scales_b: cute.Pointer, stage: Int32,
-        thread: Int32,
-    ):  # fmt: skip
-        """total += acc * scales."""
-        for i in cutlass.range_constexpr(cute.size(acc) // 4):  # 8 columns
-            if cutlass.const_expr(self.blocks):
-                own = (columns[2 * i], columns[2 * i + 1]) if self.ahead else self.pair(scales_b, stage, i, thread)
+    def load_factors(self, factors: cute.Tensor, scales_a: Int32, scales_b: Int32, slot: Int32):
+        """factors: what a thread's values are multiplied by, in their order: computed while the products run, so that one operation for each is left
+        when they are there. scales_*: addresses of this thread's first ones, of its rows and of its columns.
+
+        Of tiles too wide for that (not `ahead`) the scales of the two rows."""
+        rows = [
+            ring_store.load(scales_a + slot * (self.scale_bytes * TILE_M), 8 * self.scale_bytes * i) for i in range(2)
+        ]
+        if cutlass.const_expr(not self.ahead):
+            factors[0], factors[1] = rows[0], rows[1]
+        else:
+            own = scales_b + slot * (self.scale_bytes * self.tile_n)
+            for i in cutlass.range_constexpr(self.tile_n // 8):
+                columns = self.column_pair(own, i)
                 for v in cutlass.range_constexpr(4):
-                    at = 4 * i + v
-                    total[at] = total[at] + acc[at] * rows[v // 2] * own[v % 2]
-            else:
+                    factors[4 * i + v] = rows[v // 2] * columns[v % 2]
+            for v in cutlass.range_constexpr(cute.size(factors)):
+                factors[v] = mma_block._pinned(factors[v])
+
+    @cute.jit
+    def add(self, acc: cute.Tensor, total: cute.Tensor, factors: cute.Tensor, scales_b: Int32, slot: Int32):
+        """total += acc * scales. Pinned: as in mma_block._promote."""
+        for v in cutlass.range_constexpr(cute.size(acc)):
+            acc[v] = mma_block._pinned(acc[v])
+        own = scales_b + slot * (self.scale_bytes * self.tile_n)
+        for i in cutlass.range_constexpr(cute.size(acc) // 4):  # 8 columns
+            if cutlass.const_expr(not self.blocks):
                 for v in cutlass.range_constexpr(4):
                     total[4 * i + v] = total[4 * i + v] + acc[4 * i + v]
+            elif cutlass.const_expr(self.ahead):
+                for v in cutlass.range_constexpr(4):
+                    total[4 * i + v] = total[4 * i + v] + acc[4 * i + v] * factors[4 * i + v]
+            else:
+                columns = self.column_pair(own, i)
+                for v in cutlass.range_constexpr(4):
+                    total[4 * i + v] = total[4 * i + v] + acc[4 * i + v] * factors[v // 2] * columns[v % 2]
+        for v in cutlass.range_constexpr(cute.size(acc)):
+            total[v] = mma_block._pinned(total[v])
