@@ -1,5 +1,8 @@
 """wgmma: the products of one consumer warpgroup."""
 
+import math
+from dataclasses import dataclass
+
 import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass._mlir.dialects import llvm
@@ -126,33 +129,120 @@ def _load_quad(address: Int32, *, loc=None, ip=None) -> list:
     return [Float32(llvm.extractvalue(Float32.mlir_type, made, [i], loc=loc, ip=ip)) for i in range(4)]
 
 
-@cute.jit
-def _read_scales(
-    of_rows: cute.Tensor, of_columns: cute.Tensor, scales_a: cute.Tensor, scales_b: cute.Tensor, slot: Int32, row: Int32,
-    column: Int32,
-):  # fmt: skip
-    """Of SCALE_STEPS k steps: of_rows [2, 64-row blocks, step], of_columns [groups of columns, step]; column: the tile's
-    first one."""
-    start = scales_a.iterator.toint().to(Int32) + slot * (4 * scales_a.stride[3])
-    for block in cutlass.range_constexpr(cute.size(of_rows, mode=[1])):
-        for half in cutlass.range_constexpr(2):
-            quad = _load_quad(start + (row + 64 * block + 8 * half) * (4 * SCALE_STEPS))
+@dsl_user_op
+def _load_float(address: Int32, *, loc=None, ip=None) -> Float32:
+    """One float32 of shared memory."""
+    return Float32(
+        llvm.inline_asm(
+            Float32.mlir_type, [Int32(address).ir_value(loc=loc, ip=ip)], "ld.shared.f32 $0, [$1];", "=f,r",
+            has_side_effects=True, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+        )
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ScaleReader:
+    """Where a thread finds the scales of SCALE_STEPS k steps in shared memory, in slots. Addresses are those in slot 0, in bytes.
+
+    rows           of the thread's first row of a (it has the one 8 further on too, and those of every 64-row block): one address,
+                   where a row's scales of the steps lie side by side, or one of each step, where a step's scales of the rows do
+    row_slot       bytes from slot to slot; block_rows: rows from one 64-row block to the next
+    columns        of the first block of b's columns, whose scales of the steps lie side by side, the next one's column_block
+                   bytes further on, and column_slot bytes from slot to slot
+    column, cell   the tile's first column; columns of a tile that surely share a scale
+    """
+
+    rows: tuple
+    row_slot: int
+    block_rows: int
+    columns: Int32
+    column_block: int
+    column_slot: int
+    slots: int
+    column: Int32
+    cell: int
+
+    @cute.jit
+    def read(self, of_rows: cute.Tensor, of_columns: cute.Tensor, slot: Int32):
+        """of_rows [2, 64-row blocks, step], of_columns [cells, step]."""
+        # Volatile, and before the wgmmas: between them, what waits for shared memory would hold them up.
+        for block in cutlass.range_constexpr(cute.size(of_rows, mode=[1])):
+            for half in cutlass.range_constexpr(2):
+                row = self.block_rows * block + 8 * half
+                if cutlass.const_expr(len(self.rows) == 1):
+                    quad = _load_quad(self.rows[0] + slot * self.row_slot + row * (4 * SCALE_STEPS))
+                    for step in cutlass.range_constexpr(SCALE_STEPS):
+                        of_rows[half, block, step] = quad[step]
+                else:
+                    for step in cutlass.range_constexpr(SCALE_STEPS):
+                        of_rows[half, block, step] = _load_float(self.rows[step] + slot * self.row_slot + row * 4)
+        for c in cutlass.range_constexpr(cute.size(of_columns, mode=[0])):
+            block = Int32(0)
+            if cutlass.const_expr(cute.size(of_columns, mode=[0]) > 1):
+                block = (self.column % SCALE_BLOCK + c * self.cell) // SCALE_BLOCK
+            quad = _load_quad(self.columns + slot * self.column_slot + block * self.column_block)
             for step in cutlass.range_constexpr(SCALE_STEPS):
-                of_rows[half, block, step] = quad[step]
-    start = scales_b.iterator.toint().to(Int32) + slot * (4 * scales_b.stride[3])
-    for g in cutlass.range_constexpr(cute.size(of_columns, mode=[0])):
-        block = Int32(0)
-        if cutlass.const_expr(cute.size(of_columns, mode=[0]) > 1):
-            block = (column % SCALE_BLOCK + g * 64) // SCALE_BLOCK
-        quad = _load_quad(start + block * (4 * scales_b.stride[2]))
-        for step in cutlass.range_constexpr(SCALE_STEPS):
-            of_columns[g, step] = quad[step]
+                of_columns[c, step] = quad[step]
+
+
+def scale_reader(scales_a: cute.Tensor, scales_b: cute.Tensor, row: Int32, column: Int32, tile_n: int) -> ScaleReader:
+    """Of scales as ScaleLoader brings them."""
+    start_a, start_b = (scales.iterator.toint().to(Int32) for scales in (scales_a, scales_b))
+    return ScaleReader(
+        (start_a + row * (4 * SCALE_STEPS),), 4 * scales_a.stride[3], 64, start_b, 4 * scales_b.stride[2], 4 * scales_b.stride[3],
+        cute.size(scales_a, mode=[3]), column, math.gcd(tile_n, SCALE_BLOCK),
+    )  # fmt: skip
+
+
+@cute.jit
+def _promoted_step(
+    pipe, read, ready, mma: cute.TiledMma, total: cute.Tensor, acc: list, a: tuple, b: tuple, factors, scales, of_rows, of_columns,
+    cell: cutlass.Constexpr, step: cutlass.Constexpr, lead: tuple,
+):  # fmt: skip
+    """One k step of accumulate_promoted; returns the pipeline state and whether the next stage is there.
+
+    lead    empty, or (when, named barrier): where this warpgroup arrives when its first sums are there
+    """
+    pipe.consumer_wait(read, ready)
+    parts = len(b)
+    if cutlass.const_expr(scales is not None):
+        for half in cutlass.range_constexpr(2):
+            for block in cutlass.range_constexpr(len(a)):
+                for c in cutlass.range_constexpr(cute.size(of_columns, mode=[0])):
+                    factors[half, block, c] = of_rows[half, block, step] * of_columns[c, step]
+    for block in cutlass.range_constexpr(len(a)):
+        warpgroup.fence()
+        for part in cutlass.range_constexpr(parts):
+            multiply(mma, acc[part], a[block], b[part], read.index, True)
+        for part in cutlass.range_constexpr(parts):
+            warpgroup.wait_group(parts - 1 - part)
+            if cutlass.const_expr(len(lead) > 0 and block == 0 and part == 0):
+                when, turn = lead
+                if when:
+                    cute.arch.barrier_arrive(barrier_id=turn, number_of_threads=2 * WARPGROUP)
+            if cutlass.const_expr(block == len(a) - 1 and part == parts - 1):
+                pipe.consumer_release(read)
+                read.advance()
+                ready = pipe.consumer_try_wait(read)
+            first = (block * parts + part) * cute.size(acc[part])
+            columns = cute.size(acc[part]) * WARPGROUP // 64
+            _promote(acc[part], total, first, factors, block, part * columns, cell)
+    return read, ready
+
+
+@cute.jit
+def pass_by(pipe, read, ready):
+    """A stage that nobody needs; returns what _promoted_step does."""
+    pipe.consumer_wait(read, ready)
+    pipe.consumer_release(read)
+    read.advance()
+    return read, pipe.consumer_try_wait(read)
 
 
 @cute.jit
 def accumulate_promoted(
-    pipe, read, mma: cute.TiledMma, total: cute.Tensor, a: tuple, b: tuple, k_tiles: Int32, scales_a, scales_b, slot: Int32,
-    row: Int32, column: Int32, stagger: cutlass.Constexpr, consumer: Int32, turn: cutlass.Constexpr,
+    pipe, read, mma_of: cutlass.Constexpr, total: cute.Tensor, a: tuple, b: tuple, columns: cutlass.Constexpr, k_tiles: Int32, scales,
+    slot: Int32, stagger: cutlass.Constexpr, consumer: Int32, turn: cutlass.Constexpr, tail: cutlass.Constexpr = False,
 ):  # fmt: skip
     """total = a @ b, where the matrix unit sums one stage at a time and float32 additions sum the stages.
 
@@ -164,54 +254,60 @@ def accumulate_promoted(
     additions for issue slots, and forty instructions there outlast a wgmma.
     Returns the pipeline state, past the tile.
 
-    k_tiles       a multiple of SCALE_STEPS
-    total         [mma values, 64-row blocks, parts]
-    a, b          descriptors as in multiply: a tuple of 64-row blocks, and one of parts of the columns. A block's parts are
-                  issued together, so that one is added while the next one's wgmmas run
-    scales_*      None, or as ScaleLoader brings them: each stage's sums are multiplied by those of a's rows and of b's
-                  columns. slot: where the tile's first ones are
-    row           this thread's first one in the tile; it has row + 8 too. column: the tile's first one
+    pipe          consumer_wait, consumer_try_wait and consumer_release of PipelineTmaAsync, and num_stages
+    mma_of        makes the instruction: one for each loop or branch, since what is set of it in one is not there in another
+    k_tiles       a multiple of SCALE_STEPS; or with `tail` any number, where the stages up to such a multiple are passed by. With
+                  SCALE_STEPS stages, or twice as many, so no stage's address needs more than an addition
+    total         [mma values, 64-row blocks, parts], or more, of which these are the first
+    a, b          descriptors as in multiply: a tuple of 64-row blocks, and one of parts of the `columns` columns. A block's parts
+                  are issued together, so that one is added while the next one's wgmmas run
+    scales        None, or a ScaleReader: each stage's sums are multiplied by those of a's rows and of b's columns.
+                  slot: where the tile's first ones are
     turn          named barrier of the stagger
     """
     parts = len(b)
-    columns = cute.size(total) * WARPGROUP // 64 // len(a)
+    mma = mma_of()
     shape = mma.partition_shape_C((64, columns // parts))
     acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(parts)]
-    factors, group = None, columns
-    if cutlass.const_expr(scales_a is not None):
-        group = columns if SCALE_BLOCK % columns == 0 else 64
-        factors = cute.make_rmem_tensor((2, len(a), columns // group), Float32)
+    factors = of_rows = of_columns = None
+    cell = columns
+    if cutlass.const_expr(scales is not None):
+        cell = scales.cell
+        factors = cute.make_rmem_tensor((2, len(a), columns // cell), Float32)
         of_rows = cute.make_rmem_tensor((2, len(a), SCALE_STEPS), Float32)
-        of_columns = cute.make_rmem_tensor((columns // group, SCALE_STEPS), Float32)
+        of_columns = cute.make_rmem_tensor((columns // cell, SCALE_STEPS), Float32)
     total.fill(0.0)
+    # Else the first could arrive for two tiles before the second waits for one.
+    late = k_tiles >= max(pipe.num_stages, SCALE_STEPS)
     if cutlass.const_expr(stagger):
-        if consumer == 1 and k_tiles >= pipe.num_stages:
+        if late & (consumer == 1):
             cute.arch.barrier(barrier_id=turn, number_of_threads=2 * WARPGROUP)
     ready = pipe.consumer_try_wait(read)
-    for turns in cutlass.range(k_tiles // SCALE_STEPS, unroll=1):
+    whole = k_tiles // SCALE_STEPS
+    for turns in cutlass.range(whole, unroll=1):
         for step in cutlass.range_constexpr(SCALE_STEPS):
-            pipe.consumer_wait(read, ready)
-            if cutlass.const_expr(scales_a is not None):
-                if cutlass.const_expr(step == 0):
-                    of_slot = (slot + turns) % cute.size(scales_a, mode=[3])
-                    _read_scales(of_rows, of_columns, scales_a, scales_b, of_slot, row, column)
-                for half in cutlass.range_constexpr(2):
-                    for block in cutlass.range_constexpr(len(a)):
-                        for g in cutlass.range_constexpr(columns // group):
-                            factors[half, block, g] = of_rows[half, block, step] * of_columns[g, step]
-            for block in cutlass.range_constexpr(len(a)):
-                warpgroup.fence()
-                for part in cutlass.range_constexpr(parts):
-                    multiply(mma, acc[part], a[block], b[part], read.index, True)
-                for part in cutlass.range_constexpr(parts):
-                    warpgroup.wait_group(parts - 1 - part)
-                    if cutlass.const_expr(stagger and step == 0 and block == 0 and part == 0):
-                        if consumer == 0 and turns == 0 and k_tiles >= pipe.num_stages:
-                            cute.arch.barrier_arrive(barrier_id=turn, number_of_threads=2 * WARPGROUP)
-                    if cutlass.const_expr(block == len(a) - 1 and part == parts - 1):
-                        pipe.consumer_release(read)
-                        read.advance()
-                        ready = pipe.consumer_try_wait(read)
-                    first = (block * parts + part) * cute.size(acc[part])
-                    _promote(acc[part], total, first, factors, block, part * (columns // parts), group)
+            if cutlass.const_expr(step == 0 and scales is not None):
+                pipe.consumer_wait(read, ready)
+                ready = cutlass.Boolean(True)
+                scales.read(of_rows, of_columns, (slot + turns) % scales.slots)
+            lead = ()
+            if cutlass.const_expr(step == 0 and stagger):
+                lead = late & (consumer == 0) & (turns == 0), turn
+            read, ready = _promoted_step(
+                pipe, read, ready, mma, total, acc, a, b, factors, scales, of_rows, of_columns, cell, step, lead
+            )
+    if cutlass.const_expr(tail):
+        rest = k_tiles - whole * SCALE_STEPS
+        if rest > 0:
+            if cutlass.const_expr(scales is not None):
+                pipe.consumer_wait(read, ready)
+                ready = cutlass.Boolean(True)
+                scales.read(of_rows, of_columns, (slot + whole) % scales.slots)
+            for step in cutlass.range_constexpr(SCALE_STEPS):
+                if step < rest:
+                    read, ready = _promoted_step(
+                        pipe, read, ready, mma_of(), total, acc, a, b, factors, scales, of_rows, of_columns, cell, step, (),
+                    )  # fmt: skip
+                else:
+                    read, ready = pass_by(pipe, read, ready)
     return read

@@ -1,14 +1,16 @@
 """Operands of grouped products on their way to shared memory: weights [G, ...] of which a tile is of one group, and rows that
 begin anywhere. Both are TmaLoader's tiles; what differs is where they come from."""
 
+import math
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import cpasync
 
 from fourwave.blocks.cutedsl import groups
-from fourwave.blocks.cutedsl.loaders import TmaLoader
+from fourwave.blocks.cutedsl.loaders import SCALE_BLOCK, SCALE_STEPS, TmaLoader
+from fourwave.blocks.cutedsl.mma import ScaleReader
 
 
 @dataclass(frozen=True)
@@ -82,3 +84,174 @@ class BlockScales:
         if lane < self.cells:
             groups.copy_word(base + (self.rows + lane), scale_b + place_b)
         cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+
+
+@dataclass(frozen=True)
+class SlotScales:
+    """Scales of SCALE_STEPS k steps at a time in slots of shared memory: of a tile's `rows` rows of a, and of the blocks of b's
+    columns. They arrive at the barrier of the first of the steps' stages.
+
+    kind    how those of a come: "quads", which lie by row in memory, SCALE_STEPS of all rows by TMA; "strips", which lie by k block,
+            each step's in one piece from the 16 bytes that the first row's are in, by cp.async.bulk; "words", any, by cp.async.
+            In a slot a row's lie side by side, but of strips a step's
+    """
+
+    kind: str
+    rows: int
+    tile_n: int
+    num_stages: int
+
+    @property
+    def slots(self) -> int:
+        """What is in a slot is read in the first of its SCALE_STEPS stages, and the producer is at most num_stages ahead."""
+        return -(-self.num_stages // SCALE_STEPS)
+
+    @property
+    def strip(self) -> int:
+        """Elements of a step's strip."""
+        return self.rows + 4
+
+    @property
+    def row_elements(self) -> int:
+        """Of a slot."""
+        return SCALE_STEPS * (self.strip if self.kind == "strips" else self.rows)
+
+    @property
+    def cell(self) -> int:
+        """Columns of a tile that surely share a scale."""
+        return math.gcd(self.tile_n, SCALE_BLOCK)
+
+    @property
+    def column_blocks(self) -> int:
+        """That a tile's columns are in, at most."""
+        return -(-(SCALE_BLOCK - self.cell + self.tile_n) // SCALE_BLOCK)
+
+    @property
+    def column_elements(self) -> int:
+        """Of a slot."""
+        return SCALE_STEPS * self.column_blocks
+
+    def quad_layout(self):
+        return cute.make_layout((self.rows, SCALE_STEPS), stride=(SCALE_STEPS, 1))
+
+    def quad_tma(self, pointer, rows, k_blocks):
+        """(copy atom, coordinate tensor) of scales [rows, k_blocks], a multiple of SCALE_STEPS; called on the host side."""
+        k_blocks = cute.assume(k_blocks, divby=SCALE_STEPS)
+        matrix = cute.make_tensor(pointer, cute.make_layout((rows, k_blocks), stride=(k_blocks, 1)))
+        return cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), matrix, self.quad_layout(), (self.rows, SCALE_STEPS)
+        )
+
+    def quad_partition(self, atom, coordinates, shared, row):
+        """(shared [copy, slot], global [copy, 1, steps]) of a tile from `row` on."""
+        layout = cute.make_layout(
+            (self.rows, SCALE_STEPS, self.slots), stride=(SCALE_STEPS, 1, SCALE_STEPS * self.rows)
+        )
+        smem = cute.make_tensor(shared, layout)
+        tiles = cute.local_tile(cute.domain_offset((row, 0), coordinates), (self.rows, SCALE_STEPS), (None, None))
+        return cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+        )
+
+    @cute.jit
+    def strip_bytes(self, count: Int32, place: Int32):
+        """Of a strip of `count` rows whose first one's scale is element `place`."""
+        return (count + place % 4 + 3) // 4 * 16
+
+    @cute.jit
+    def strips_bytes(self, count: Int32, place: Int32, along: Int32, left: Int32):
+        """Of the strips of SCALE_STEPS steps, or of the `left` ones that there are; along: elements from step to step."""
+        total = Int32(0)
+        for u in cutlass.range_constexpr(SCALE_STEPS):
+            if u < left:
+                total += self.strip_bytes(count, place + along * u)
+        return total
+
+    @cute.jit
+    def bring_strips(
+        self, shared: cute.Pointer, slot: Int32, scale_a: cute.Pointer, count: Int32, place: Int32, along: Int32, left: Int32,
+        barrier: cute.Pointer,
+    ):  # fmt: skip
+        """As strips_bytes. One thread."""
+        for u in cutlass.range_constexpr(SCALE_STEPS):
+            if u < left:
+                source = place + along * u
+                target = shared + (slot * self.row_elements + u * self.strip)
+                groups.copy_bytes(target, scale_a + source // 4 * 4, self.strip_bytes(count, source), barrier)
+
+    @cute.jit
+    def bring_words(
+        self, shared: cute.Pointer, slot: Int32, scale_a: cute.Pointer, places: cute.Tensor, along: Int32, k: Int32,
+        k_tiles: Int32, lane: Int32,
+    ):  # fmt: skip
+        """places: BlockScales.places; along: elements from step to step. Steps past the last take its."""
+        for u in cutlass.range_constexpr(SCALE_STEPS):
+            step = along * cutlass.min(k + u, k_tiles - 1)
+            for i in cutlass.range_constexpr(self.rows // groups.LANES):
+                target = slot * self.row_elements + (groups.LANES * i + lane) * SCALE_STEPS + u
+                groups.copy_word(shared + target, scale_a + (places[i] + step))
+
+    @cute.jit
+    def fetch_columns(
+        self, scale_b: cute.Pointer, first: Int32, column: Int32, N: Int32, stride_n: Int32, stride_k: Int32, k: Int32,
+        k_tiles: Int32, lane: Int32,
+    ):  # fmt: skip
+        """This lane's scale of b for the steps from k on: lanes take steps, then blocks of columns. first: element of the matrix."""
+        block = cutlass.min(column // SCALE_BLOCK + lane // SCALE_STEPS, (N - 1) // SCALE_BLOCK)
+        step = cutlass.min(k + lane % SCALE_STEPS, k_tiles - 1)
+        return scale_b[first + block * stride_n + step * stride_k]
+
+    @cute.jit
+    def leave_columns(self, shared: cute.Pointer, slot: Int32, value: Float32, lane: Int32):
+        """What fetch_columns got, in the slot, for whoever waits for the barrier that one of the warp arrives at next."""
+        if lane < self.column_elements:
+            shared[slot * self.column_elements + lane] = value
+        cute.arch.sync_warp()
+
+    def reader(self, rows, columns, row, column, place, along) -> ScaleReader:
+        """rows, columns: slot 0 of a's scales and of b's; row: the thread's first one in the tile; place, along: of strips, as in
+        bring_strips, of the tile's first step."""
+        start = rows.toint().to(Int32)
+        if self.kind == "strips":
+            # 16 bytes hold four elements, and SCALE_STEPS steps are a multiple of four elements apart: so this is the same in all slots.
+            own = tuple(start + 4 * (u * self.strip + (place + along * u) % 4 + row) for u in range(SCALE_STEPS))
+        else:
+            own = (start + row * (4 * SCALE_STEPS),)
+        return ScaleReader(
+            own, 4 * self.row_elements, 128, columns.toint().to(Int32), 4 * SCALE_STEPS, 4 * self.column_elements,
+            self.slots, column, self.cell,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The consumers' side of a ring of stages, as accumulate_promoted wants it."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    num_stages: int
+    share: int
+
+    @cute.jit
+    def consumer_wait(self, state, ready):
+        if not ready:
+            cute.arch.mbarrier_wait(self.full + state.index, state.phase)
+
+    @cute.jit
+    def consumer_try_wait(self, state):
+        return cute.arch.mbarrier_test_wait(self.full + state.index, state.phase)
+
+    @cute.jit
+    def consumer_release(self, state):
+        """A warp has read a stage: tell the CTAs whose loads reach it."""
+        release(self.empty + state.index, self.share)
+
+
+@cute.jit
+def release(barrier: cute.Pointer, share: cutlass.Constexpr):
+    lane = cute.arch.lane_idx()
+    if cutlass.const_expr(share == 1):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+    elif lane < share:
+        cute.arch.mbarrier_arrive(barrier, lane)

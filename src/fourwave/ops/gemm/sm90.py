@@ -426,9 +426,12 @@ class Gemm:
                 factors = epilogue.factors(scale_a, geo.warpgroup_m // 64, M, m0, alpha, thread % WARPGROUP)
                 if cutlass.const_expr(self.promote):
                     row = row_block * geo.warpgroup_m + thread % WARPGROUP // 32 * 16 + thread % 32 // 4
+                    reader = None
+                    if cutlass.const_expr(self.scaled):
+                        reader = mma_block.scale_reader(scales_a, scales_b, row, n_tile * geo.tile_n, geo.tile_n)
                     read = mma_block.accumulate_promoted(
-                        pipe, read, mma, acc, blocks_a, parts_b, k_tiles, scales_a, scales_b, slot, row, n_tile * geo.tile_n,
-                        self.stagger, consumer, TURN,
+                        pipe, read, self.mma, acc, blocks_a, parts_b, geo.tile_n, k_tiles, reader, slot, self.stagger, consumer,
+                        TURN,
                     )  # fmt: skip
                     slot = (slot + tile_slots) % slots
                 else:

@@ -12,44 +12,41 @@ side by side, and each loads its share of a's rows for both; or below each other
 group's end belong to a neighbour: they are multiplied, each by itself, and not stored; a second half that has no row of the group is
 neither loaded nor multiplied, nor does a pair's second CTA multiply where it has none.
 
-Producer: find a tile, tell the consumers with its first stage which it is. For every k step: wait until the stage is empty, TMA all tiles into it, copy the scales of a's rows and b's
-cells with cp.async, whose arrival counts at the same barrier.
+Producer: find a tile, tell the consumers with its first stage which it is. For every k step: wait until the stage is empty, TMA all tiles into it; with every fourth, the scales of
+four steps (blocks.cutedsl.stacked.SlotScales). With `promote` a tile has a multiple of four stages, of which the last may be empty.
 Consumer: for every half issue the products of a stage, wait for them, and with `promote` add them, times their scales, to float32
-sums; meanwhile the other consumer's products run.
+sums; meanwhile the other consumer's products run (blocks.cutedsl.mma.accumulate_promoted, as in the dense kernel).
 
 Barriers
-  full    1 arrival, which announces TMA's bytes, and with scales one for each of the producer's lanes
+  full    1 arrival, behind which are TMA's bytes; where cp.async brings scales, one for each of the producer's lanes, too
   empty   of each consumer warp of each CTA of the cluster
-  named   BEHIND: of tiles of two halves, consumer 1 starts when consumer 0's first products are there, so that one adds while
-          the other's products run
+  named   BEHIND (`stagger`): consumer 1 starts a tile when consumer 0's first products are there, so that one adds while the
+          other's products run
 """
 
-import math
 from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.pipeline as pipeline
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from fourwave.blocks.cutedsl import groups
 from fourwave.blocks.cutedsl import mma as mma_block
-from fourwave.blocks.cutedsl.loaders import TmaLoader
+from fourwave.blocks.cutedsl.loaders import SCALE_STEPS, TmaLoader
 from fourwave.blocks.cutedsl.mma import WARPGROUP
 from fourwave.blocks.cutedsl.rows_store import RowsStore
 from fourwave.blocks.cutedsl.schedule import tile_of
-from fourwave.blocks.cutedsl.stacked import BlockScales, StackedLoader, partition_from
+from fourwave.blocks.cutedsl.stacked import BlockScales, SlotScales, StackedLoader, Stages, partition_from, release
 
 HALF = 128  # rows of both consumers
 ROWS = 64  # of one
-CELL = 128  # rows of b and k that share a scale
 SMEM_ALIGN = 1024
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 BEHIND = 4  # a named barrier
 TOLD = 8  # words that the producer tells the consumers of a tile
-QUAD = 4  # k blocks whose scales TMA brings together: 16 bytes of each row
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,8 @@ class GroupedGemm:
     share       CTAs of a cluster
     groups      that the table has room for, a multiple of 32
     by_group    a's scales of blocks are in blocks of groups (GroupedProblem.a_scale_layout)
-    bulk        copy engines bring a's scales, which begin at 16 bytes: by group, those of a k block, one piece, from the 16 bytes
-                that the first row's are in; by row, QUAD k blocks of all rows by TMA. Else cp.async does, word by word
+    bulk        copy engines bring a's scales, which begin at 16 bytes: "strips" of those by group, "quads" of those by row
+                (blocks.cutedsl.stacked.SlotScales). Else cp.async does, word by word
     vector      N, rows of out and their starts are multiples of 16 bytes
     """
 
@@ -84,6 +81,7 @@ class GroupedGemm:
     last_halves: bool = False
     store_columns: int = 64
     along: str = "n"
+    late: bool = False
 
     @property
     def blocks(self) -> bool:
@@ -91,8 +89,8 @@ class GroupedGemm:
 
     @property
     def stagger(self) -> bool:
-        """Whether consumer 1 starts a tile when consumer 0 has its first products: of one half it pays nothing."""
-        return self.promote and self.halves == 2
+        """Whether consumer 1 starts a tile when consumer 0 has its first products."""
+        return self.promote and (self.halves == 2 or self.late)
 
     @property
     def pair(self) -> bool:
@@ -105,46 +103,14 @@ class GroupedGemm:
         return HALF * self.halves * (self.share if self.pair else 1)
 
     @property
-    def cell_columns(self) -> int:
-        """Columns of a tile that surely share a scale."""
-        return math.gcd(self.tile_n, CELL)
+    def scales(self) -> SlotScales:
+        kind = ("strips" if self.by_group else "quads") if self.bulk else "words"
+        return SlotScales(kind, HALF * self.halves, self.tile_n, self.num_stages)
 
     @property
-    def quads(self) -> bool:
-        return self.bulk and not self.by_group
-
-    @property
-    def strips(self) -> bool:
-        return self.bulk and self.by_group
-
-    @property
-    def strip_elements(self) -> int:
-        """Of a stage's buffer of a k block's scales."""
-        return HALF * self.halves + 4
-
-    @property
-    def scales(self) -> BlockScales:
-        return BlockScales(0 if self.bulk else HALF * self.halves, self.tile_n // self.cell_columns)
-
-    @property
-    def quad_slots(self) -> int:
-        """Buffers of QUAD k blocks' scales: when the producer has a stage to fill, no earlier one's scales are in its slot."""
-        return 1 + -(-(self.num_stages - 1) // QUAD)
-
-    @property
-    def quad_elements(self) -> int:
-        """Of a slot."""
-        return HALF * self.halves * QUAD
-
-    @property
-    def bulk_elements(self) -> int:
-        """Of the buffers of a's scales."""
-        if self.strips:
-            return self.num_stages * self.strip_elements
-        return self.quad_slots * self.quad_elements if self.quads else 4
-
-    def quad_layout(self):
-        return cute.make_layout((HALF * self.halves, QUAD), stride=(QUAD, 1))
+    def words(self) -> bool:
+        """Whether cp.async brings scales, whose arrival each lane of the producer announces."""
+        return self.blocks and not self.bulk
 
     @property
     def writer(self) -> RowsStore:
@@ -164,12 +130,9 @@ class GroupedGemm:
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
         tma_b, coordinates_b = self.loader_b.tma(self.loader_b.stack(b, N, K, G, b_stride, b_matrix))
         tma_scale, coordinates_scale = tma_a, coordinates_a
-        if cutlass.const_expr(self.quads):
-            k_blocks = cute.assume(cute.ceil_div(K, self.loader_a.tile_k), divby=QUAD)
-            matrix = cute.make_tensor(scale_a, cute.make_layout((M, k_blocks), stride=(k_blocks, 1)))
-            tma_scale, coordinates_scale = cpasync.make_tiled_tma_atom(
-                cpasync.CopyBulkTensorTileG2SOp(), matrix, self.quad_layout(), (HALF * self.halves, QUAD)
-            )
+        if cutlass.const_expr(self.blocks and self.scales.kind == "quads"):
+            k_blocks = cute.ceil_div(K, self.loader_a.tile_k)
+            tma_scale, coordinates_scale = self.scales.quad_tma(scale_a, M, k_blocks)
         self.kernel(
             tma_a, coordinates_a, tma_b, coordinates_b, tma_scale, coordinates_scale, out, bias, scale_a, scale_b, sizes, G, M, N, K, out_stride,
             scale_g, scale_n, scale_k, band,
@@ -198,6 +161,7 @@ class GroupedGemm:
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
         layout_a, layout_b = loader_a.smem_layout(), loader_b.smem_layout()
+        slots = self.scales
 
         @cute.struct
         class Storage:
@@ -208,10 +172,12 @@ class GroupedGemm:
             a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
             b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, cute.cosize(layout_b)], SMEM_ALIGN]
             told: cute.struct.Align[cute.struct.MemRange[Int32, TOLD * self.num_stages], 16]
-            scales: cute.struct.Align[
-                cute.struct.MemRange[Float32, self.num_stages * self.scales.pitch if self.blocks else 4], 16
+            row_scales: cute.struct.Align[
+                cute.struct.MemRange[Float32, slots.slots * slots.row_elements if self.blocks else 4], 128
             ]
-            row_scales: cute.struct.Align[cute.struct.MemRange[Float32, self.bulk_elements], 128]
+            column_scales: cute.struct.Align[
+                cute.struct.MemRange[Float32, slots.slots * slots.column_elements if self.blocks else 4], 16
+            ]
             out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, 8 * writer.elements], 16]
 
         storage = SmemAllocator().allocate(Storage)
@@ -219,12 +185,11 @@ class GroupedGemm:
         smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
-        scales = storage.scales.data_ptr()
-        row_scales = storage.row_scales.data_ptr()
+        row_scales, column_scales = storage.row_scales.data_ptr(), storage.column_scales.data_ptr()
         told = storage.told.data_ptr()
         if thread == 0:
             for i in cutlass.range_constexpr(self.num_stages):
-                cute.arch.mbarrier_init(full + i, 33 if self.blocks else 1)
+                cute.arch.mbarrier_init(full + i, 33 if self.words else 1)
                 cute.arch.mbarrier_init(empty + i, 8 * share)
         cute.arch.mbarrier_init_fence()
         if warp == 0:
@@ -282,57 +247,56 @@ class GroupedGemm:
                     live = Int32(1)
                     if cutlass.const_expr(halves == 2):
                         live = cutlass.min(cute.ceil_div(end - row0, HALF), 2)
+                    # Scales of a: the first row's first one, elements from step to step and from row to row; those of b.
                     along, first, stride = Int32(1), start * k_tiles, k_tiles
                     if cutlass.const_expr(self.by_group):
                         along, stride = end - start, Int32(1)
-                    if cutlass.const_expr(self.quads):
-                        smem_quads = cute.make_tensor(
-                            row_scales,
-                            cute.make_layout(
-                                (HALF * halves, QUAD, self.quad_slots), stride=(QUAD, 1, self.quad_elements)
-                            ),
+                    strip, rows = first + (top - start) * stride, cutlass.min(end - top, tile_m)
+                    first_b = g * scale_g
+                    places = cute.make_rmem_tensor(1, Int32)
+                    cells = Float32(0.0)
+                    if cutlass.const_expr(self.words):
+                        places = BlockScales(tile_m, 0).places(top, end, start, stride, first, lane)
+                    if cutlass.const_expr(self.blocks):
+                        cells = slots.fetch_columns(
+                            scale_b, first_b, n_tile * self.tile_n, N, scale_n, scale_k, Int32(0), k_tiles, lane
                         )
-                        tiles = cute.local_tile(
-                            cute.domain_offset((row0, 0), coordinates_scale), (HALF * halves, QUAD), (None, None)
-                        )
-                        shared_scale, global_scale = cpasync.tma_partition(
-                            tma_scale, 0, cute.make_layout(1), cute.group_modes(smem_quads, 0, 2), cute.group_modes(tiles, 0, 2)
-                        )  # fmt: skip
-                    places = self.scales.places(top, end, start, stride, first, lane)
-                    cell = (n_tile * self.tile_n + lane * self.cell_columns) // CELL
-                    place_b = g * scale_g + cutlass.min(cell, (N - 1) // CELL) * scale_n
+                        if cutlass.const_expr(slots.kind == "quads"):
+                            shared_scale, global_scale = slots.quad_partition(
+                                tma_scale, coordinates_scale, row_scales, row0
+                            )
                     for k in cutlass.range(k_tiles, unroll=1):
                         cute.arch.mbarrier_wait(empty + write.index, write.phase)
                         barrier = full + write.index
                         arriving = loader_a.stage_bytes * live + loader_b.stage_bytes
-                        if cutlass.const_expr(self.quads):
-                            if k % QUAD == 0:
-                                arriving += 4 * self.quad_elements
-                        place = first + (top - start) * stride + along * k
-                        strip = (cutlass.min(end - top, tile_m) + place % 4 + 3) // 4 * 16  # bytes
-                        if cutlass.const_expr(self.strips):
-                            arriving += strip
+                        if cutlass.const_expr(self.blocks):
+                            if k % SCALE_STEPS == 0:
+                                if cutlass.const_expr(slots.kind == "quads"):
+                                    arriving += 4 * slots.row_elements
+                                if cutlass.const_expr(slots.kind == "strips"):
+                                    arriving += slots.strips_bytes(rows, strip + along * k, along, k_tiles - k)
                         with cute.arch.elect_one():
                             if k == 0:
                                 self.tell(told + TOLD * write.index, (row0, end, n_tile * self.tile_n, g, start))
-                            cute.arch.mbarrier_arrive_and_expect_tx(barrier, arriving)
-                        if cutlass.const_expr(self.strips):
-                            with cute.arch.elect_one():
-                                groups.copy_bytes(
-                                    row_scales + write.index * self.strip_elements,
-                                    scale_a + place // 4 * 4,
-                                    strip,
-                                    barrier,
-                                )
-                        if cutlass.const_expr(self.quads):
-                            if k % QUAD == 0:
-                                cute.copy(
-                                    tma_scale, global_scale[(None, 0, k // QUAD)], shared_scale[(None, slot)],
-                                    tma_bar_ptr=barrier,
-                                )  # fmt: skip
-                                slot = slot + 1
-                                if slot == self.quad_slots:
-                                    slot = Int32(0)
+                            if cutlass.const_expr(self.blocks):
+                                # The arrival follows, behind what the warp itself writes.
+                                cute.arch.mbarrier_expect_tx(barrier, arriving)
+                            else:
+                                cute.arch.mbarrier_arrive_and_expect_tx(barrier, arriving)
+                        if cutlass.const_expr(self.blocks):
+                            if k % SCALE_STEPS == 0:
+                                if cutlass.const_expr(slots.kind == "quads"):
+                                    cute.copy(
+                                        tma_scale, global_scale[(None, 0, k // SCALE_STEPS)], shared_scale[(None, slot)],
+                                        tma_bar_ptr=barrier,
+                                    )  # fmt: skip
+                                elif cutlass.const_expr(slots.kind == "strips"):
+                                    with cute.arch.elect_one():
+                                        slots.bring_strips(
+                                            row_scales, slot, scale_a, rows, strip + along * k, along, k_tiles - k, barrier,
+                                        )  # fmt: skip
+                                else:
+                                    slots.bring_words(row_scales, slot, scale_a, places, along, k, k_tiles, lane)
                         cute.copy(
                             tma_a, global_a[(None, 0, k)], shared_a[(None, write.index * halves)], tma_bar_ptr=barrier,
                             mcast_mask=mask_a,
@@ -348,11 +312,26 @@ class GroupedGemm:
                             mcast_mask=mask_b,
                         )  # fmt: skip
                         if cutlass.const_expr(self.blocks):
-                            self.scales.copy(
-                                scales, write.index, scale_a, places, along * k, scale_b, place_b, barrier, lane
-                            )
-                            place_b += scale_k
+                            if k % SCALE_STEPS == 0:
+                                slots.leave_columns(column_scales, slot, cells, lane)
+                                # Asked now, here when the next ones are due.
+                                cells = slots.fetch_columns(
+                                    scale_b, first_b, n_tile * self.tile_n, N, scale_n, scale_k, k + SCALE_STEPS, k_tiles, lane,
+                                )  # fmt: skip
+                                slot = (slot + 1) % slots.slots
+                            if cutlass.const_expr(self.words):
+                                cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+                            with cute.arch.elect_one():
+                                cute.arch.mbarrier_arrive(barrier)
                         write.advance()
+                    if cutlass.const_expr(self.promote):
+                        for _ in cutlass.range(k_tiles, self.steps(k_tiles), unroll=1):
+                            cute.arch.mbarrier_wait(empty + write.index, write.phase)
+                            if cutlass.const_expr(self.words):
+                                cute.arch.cp_async_mbarrier_arrive_noinc(full + write.index)
+                            with cute.arch.elect_one():
+                                cute.arch.mbarrier_arrive(full + write.index)
+                            write.advance()
                     tile += ahead
                     ahead = 2 * clusters - ahead
         else:
@@ -360,11 +339,17 @@ class GroupedGemm:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = warpgroup_index - 1
             thread = thread % WARPGROUP
-            mma = mma_block.tiled_mma(loader_a, loader_b, self.tile_n)
+            mma = self.mma()
             slice_ = mma.get_slice(0)
             own_a = cute.local_tile(smem_a, (ROWS, loader_a.tile_k, loader_a.num_stages), (consumer, 0, 0))
             operand_a = mma.make_fragment_A(slice_.partition_A(own_a))
             operand_b = mma.make_fragment_B(slice_.partition_B(smem_b))
+            # Descriptors of each half alone, whose stages are `halves` buffers apart.
+            halves_a: tuple = ()
+            for i in cutlass.range_constexpr(halves):
+                every = cute.logical_divide(smem_a, (None, None, cute.make_layout(halves)))[(None, None, (i, None))]
+                rows_a = cute.local_tile(every, (ROWS, loader_a.tile_k, self.num_stages), (consumer, 0, 0))
+                halves_a = (*halves_a, mma.make_fragment_A(slice_.partition_A(rows_a)))
             per_half = ROWS * self.tile_n // WARPGROUP
             total = cute.make_rmem_tensor(per_half * halves, Float32)
             buffer = storage.out.data_ptr() + (warp - 4) * writer.elements
@@ -372,25 +357,28 @@ class GroupedGemm:
             while tile < num_tiles:
                 cute.arch.mbarrier_wait(full + stage, phase)
                 row0, end, n0, g, start = self.hear(told + TOLD * stage)
-                total.fill(0.0)
-                along, place = Int32(1), Int32(0)
-                if cutlass.const_expr(self.strips):
-                    along, place = end - start, start * k_tiles + (row0 - start)
+                reader = None
+                if cutlass.const_expr(self.blocks):
+                    reader = slots.reader(
+                        row_scales, column_scales, consumer * ROWS + thread // 32 * 16 + lane // 4, n0,
+                        start * k_tiles + (row0 - start), end - start,
+                    )  # fmt: skip
                 left = end - row0
                 if cutlass.const_expr(halves == 2):
                     if left > HALF:
-                        stage, phase, slot = self.multiply(
-                            2, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, row_scales, slot, place,
-                            along, consumer, thread,
+                        stage, phase = self.multiply(
+                            2, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer,
+                            thread,
                         )  # fmt: skip
                 if (left <= HALF) | (halves == 1):
                     if left > 0:
-                        stage, phase, slot = self.multiply(
-                            1, full, empty, stage, phase, total, operand_a, operand_b, k_tiles, scales, row_scales, slot, place,
-                            along, consumer, thread,
+                        stage, phase = self.multiply(
+                            1, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer,
+                            thread,
                         )  # fmt: skip
                     else:
-                        stage, phase, slot = self.pass_by(full, empty, stage, phase, k_tiles, slot, thread)
+                        stage, phase = self.pass_by(full, empty, stage, phase, self.steps(k_tiles), thread)
+                slot = (slot + cute.ceil_div(k_tiles, SCALE_STEPS)) % slots.slots
                 alpha = Float32(1.0)
                 if cutlass.const_expr(self.a_scaling == "tensor"):
                     alpha = alpha * scale_a[0]
@@ -445,49 +433,25 @@ class GroupedGemm:
         return g, start, end, first + m_tile, n_tile
 
     @cute.jit
-    def release(self, barrier: cute.Pointer, thread: Int32):
-        """A warp has read a stage: tell the CTAs whose loads reach it."""
-        if cutlass.const_expr(self.share == 1):
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(barrier)
-        elif thread % 32 < self.share:
-            cute.arch.mbarrier_arrive(barrier, thread % 32)
-
-    @cute.jit
     def multiply(
         self, live: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, total: cute.Tensor,
-        a: cute.Tensor, b: cute.Tensor, k_tiles: Int32, scales: cute.Pointer, row_scales: cute.Pointer, slot: Int32,
-        place: Int32, along: Int32, consumer: Int32, thread: Int32,
+        a: cute.Tensor, b: cute.Tensor, halves_a: tuple, k_tiles: Int32, reader, slot: Int32, consumer: Int32, thread: Int32,
     ):  # fmt: skip
-        """total = a @ b of a tile's first `live` halves; returns the next stage, its phase and the next
-        slot of scales."""
+        """total = a @ b of a tile's first `live` halves; returns the next stage and its phase."""
         per_half = ROWS * self.tile_n // WARPGROUP
         # Its own: what one branch sets in it must not be seen in the other.
-        mma = mma_block.tiled_mma(self.loader_a, self.loader_b, self.tile_n)
+        mma = self.mma()
         shape = mma.partition_shape_C((ROWS, self.tile_n))
         if cutlass.const_expr(self.promote):
-            acc = cute.make_rmem_tensor(shape, Float32)
-            factors = cute.make_rmem_tensor((2, live, self.tile_n // self.cell_columns), Float32)
-            # Else consumer 0 could arrive for two tiles before consumer 1 waits for one.
-            behind = k_tiles >= max(self.num_stages, QUAD)
-            if cutlass.const_expr(self.stagger):
-                if behind & (consumer == 1):
-                    cute.arch.barrier(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
-            ready = cute.arch.mbarrier_test_wait(full + stage, phase)
-            whole = k_tiles // QUAD * QUAD
-            # Unrolled: what lies between two batches of wgmmas competes with the other consumer's additions for issue slots.
-            for k in cutlass.range(0, whole, QUAD, unroll=1):
-                for u in cutlass.range_constexpr(QUAD):
-                    leads = behind & (consumer == 0) & (k == 0)
-                    stage, phase, slot, ready = self.step(
-                        live, full, empty, stage, phase, total, acc, factors, a, b, k + u, scales, row_scales, slot, place, along,
-                        consumer, thread, ready, leads, u == 0, u == QUAD - 1,
-                    )  # fmt: skip
-            for k in cutlass.range(whole, k_tiles, unroll=1):
-                stage, phase, slot, ready = self.step(
-                    live, full, empty, stage, phase, total, acc, factors, a, b, k, scales, row_scales, slot, place, along,
-                    consumer, thread, ready, behind, False, k % QUAD == QUAD - 1,
-                )  # fmt: skip
+            read = pipeline.PipelineState(self.num_stages, Int32(0), stage, phase)
+            if cutlass.const_expr(self.num_stages == SCALE_STEPS):
+                read = pipeline.PipelineState(self.num_stages, Int32(0), Int32(0), phase)
+            pipe = Stages(full, empty, self.num_stages, self.share)
+            read = mma_block.accumulate_promoted(
+                pipe, read, self.mma, total, halves_a[:live], (b,), self.tile_n, k_tiles, reader, slot, self.stagger, consumer,
+                BEHIND, True,
+            )  # fmt: skip
+            stage, phase = read.index, read.phase
         else:
             # Registers of this branch's own, and a fence before each batch: else ptxas waits for each wgmma.
             parts = [cute.make_rmem_tensor(shape, Float32) for _ in range(live)]
@@ -511,102 +475,32 @@ class GroupedGemm:
             for half in cutlass.range_constexpr(live):
                 for v in cutlass.range_constexpr(per_half):
                     total[half * per_half + v] = parts[half][v]
-        return stage, phase, slot
+        return stage, phase
 
     @cute.jit
-    def step(
-        self, live: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, total: cute.Tensor,
-        acc: cute.Tensor, factors: cute.Tensor, a: cute.Tensor, b: cute.Tensor, k: Int32, scales: cute.Pointer,
-        row_scales: cute.Pointer, slot: Int32, place: Int32, along: Int32, consumer: Int32, thread: Int32, ready: Boolean,
-        leads: Boolean, first: cutlass.Constexpr, last_of_quad,
-    ):  # fmt: skip
-        """k step `k` of `multiply` with promotion. leads: consumer 1 starts when these products are there, if `first`;
-        last_of_quad: the next step's scales of rows are in another slot."""
-        per_half = ROWS * self.tile_n // WARPGROUP
-        # Its own: what is set in it in one loop or branch must not be seen in another.
-        mma = mma_block.tiled_mma(self.loader_a, self.loader_b, self.tile_n)
-        if not ready:
-            cute.arch.mbarrier_wait(full + stage, phase)
-        for half in cutlass.range_constexpr(live):
-            warpgroup.fence()
-            self.issue(mma, acc, a, b, stage * self.halves + half, stage, True)
-            if cutlass.const_expr(half == 0):
-                # While the products run: between them, what waits for shared memory would hold them up.
-                rows, pitch = scales + stage * self.scales.pitch, 1
-                if cutlass.const_expr(self.quads):
-                    rows, pitch = row_scales + (slot * self.quad_elements + k % QUAD), QUAD
-                elif cutlass.const_expr(self.strips):
-                    rows = row_scales + (stage * self.strip_elements + (place + along * k) % 4)
-                self.load_factors(factors, rows, pitch, scales + stage * self.scales.pitch, live, consumer, thread)
-            warpgroup.wait_group(0)
-            if cutlass.const_expr(half == 0 and first and self.stagger):
-                if leads:
-                    cute.arch.barrier_arrive(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
-            if cutlass.const_expr(half == live - 1):
-                self.release(empty + stage, thread)
-                stage, phase = self.next(stage, phase)
-                # Asked now, answered while the sums are added.
-                ready = cute.arch.mbarrier_test_wait(full + stage, phase)
-            self.add(total, half * per_half, acc, factors, half)
-        if cutlass.const_expr(self.quads):
-            if last_of_quad:
-                slot = slot + 1
-                if slot == self.quad_slots:
-                    slot = Int32(0)
-        return stage, phase, slot, ready
+    def steps(self, k_tiles: Int32):
+        """Stages of a tile: with promotion a multiple of SCALE_STEPS, which is what keeps their addresses simple."""
+        if cutlass.const_expr(self.promote):
+            k_tiles = cute.ceil_div(k_tiles, SCALE_STEPS) * SCALE_STEPS
+        return k_tiles
+
+    def mma(self):
+        return mma_block.tiled_mma(self.loader_a, self.loader_b, self.tile_n)
+
+    @cute.jit
+    def release(self, barrier: cute.Pointer, thread: Int32):
+        release(barrier, self.share)
 
     @cute.jit
     def pass_by(
-        self, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, k_tiles: Int32, slot: Int32, thread: Int32
+        self, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, k_tiles: Int32, thread: Int32
     ):  # fmt: skip
         """As multiply, of a tile without rows: the stages are released."""
-        for k in cutlass.range(k_tiles, unroll=1):
+        for _ in cutlass.range(k_tiles, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
             self.release(empty + stage, thread)
             stage, phase = self.next(stage, phase)
-            if cutlass.const_expr(self.quads):
-                if k % QUAD == QUAD - 1:
-                    slot = slot + 1
-                    if slot == self.quad_slots:
-                        slot = Int32(0)
-        return stage, phase, slot
-
-    @cute.jit
-    def load_factors(
-        self, factors: cute.Tensor, rows: cute.Pointer, pitch: cutlass.Constexpr, cells: cute.Pointer, live: cutlass.Constexpr,
-        consumer: Int32, thread: Int32,
-    ):  # fmt: skip
-        """factors [2, live, cells]: what a thread's two rows of each half are multiplied by in each cell's columns.
-
-        rows    scale of the tile's first row; pitch: floats from row to row; cells: where those of b follow
-        """
-        if cutlass.const_expr(self.blocks):
-            own = rows + (consumer * ROWS + thread // 32 * 16 + thread % 32 // 4) * pitch
-            for c in cutlass.range_constexpr(cute.size(factors, mode=[2])):
-                cell = (cells + (self.scales.rows + c))[0]
-                for half in cutlass.range_constexpr(live):
-                    for i in cutlass.range_constexpr(2):
-                        factors[i, half, c] = (own + (half * HALF + 8 * i) * pitch)[0] * cell
-
-    @cute.jit
-    def add(
-        self,
-        total: cute.Tensor,
-        first: cutlass.Constexpr,
-        acc: cute.Tensor,
-        factors: cute.Tensor,
-        half: cutlass.Constexpr,
-    ):
-        # Pinned: as in mma_block._promote.
-        for v in cutlass.range_constexpr(cute.size(acc)):
-            acc[v] = mma_block._pinned(acc[v])
-        for v in cutlass.range_constexpr(cute.size(acc)):
-            if cutlass.const_expr(self.blocks):
-                total[first + v] = total[first + v] + acc[v] * factors[v // 2 % 2, half, v * 2 // self.cell_columns]
-            else:
-                total[first + v] = total[first + v] + acc[v]
-        for v in cutlass.range_constexpr(cute.size(acc)):
-            total[first + v] = mma_block._pinned(total[first + v])
+        return stage, phase
 
     @cute.jit
     def tell(self, place: cute.Pointer, words: tuple):

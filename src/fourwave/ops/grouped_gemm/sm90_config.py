@@ -19,6 +19,7 @@ from fourwave.ops.gemm.sm90_config import (
     MAX_EXTENT,
     NUM_SMS,
     OUTPUTS,
+    SCALE_STEPS,
     SMEM_BYTES,
     SWIZZLE_BYTES,
 )
@@ -49,6 +50,7 @@ class HopperGroupedConfig:
     addend      of those, what they are added to: "load", TMA brings it; "reduce", memory adds
     quads       wgrad of FP8: TMA brings scales of blocks where it can
     stagger     wgrad of FP8: the second warpgroup starts a tile when the first has its first products
+    late        "rows", with promotion: consumer 1 starts a tile when consumer 0 has its first products, in tiles of 128 rows, too
     overlap     the grid may be set up while the one before it on the stream ends (programmatic dependent launch)
     """
 
@@ -65,6 +67,7 @@ class HopperGroupedConfig:
     addend: str = "load"
     stagger: bool = False
     quads: bool = True
+    late: bool = False
     overlap: bool = True
 
     def __str__(self) -> str:
@@ -90,8 +93,8 @@ def table_groups(problem: GroupedProblem) -> int:
 
 
 def bulk_scales(problem: GroupedProblem, config: HopperGroupedConfig) -> str | None:
-    """How copy engines bring a's scales (of wgrad both operands'): "strips" of one k block, or "quads", four k blocks of each row; None: they
-    do not."""
+    """How copy engines bring a's scales (of wgrad both operands'), of four k blocks at a time: "strips" of each, or "quads" of each row;
+    None: they do not."""
     if not block_scaled(problem) or config.schedule != "rows":
         return None
     if problem.split == REDUCTION:
@@ -120,14 +123,15 @@ def store_columns(problem: GroupedProblem) -> int:
 def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
     width = -(-config.tile_n // 64) * 64
     stage = (config.tile_m + config.tile_n) * SWIZZLE_BYTES
+    slots = 0
     if block_scaled(problem):
-        stage += 4 * (config.tile_m + (config.tile_n if problem.split == REDUCTION else 4))
-    bulk = bulk_scales(problem, config)
-    if bulk is not None and problem.split == REDUCTION:
+        if problem.split == ROWS and config.schedule == "rows":
+            # blocks.cutedsl.stacked.SlotScales: strips are the larger.
+            slots = -(-config.num_stages // SCALE_STEPS) * 4 * SCALE_STEPS * (config.tile_m + 4 + 2)
+        else:
+            stage += 4 * (config.tile_m + (config.tile_n if problem.split == REDUCTION else 4))
+    if problem.split == REDUCTION and bulk_scales(problem, config) is not None:
         stage += 12 * (config.tile_m + config.tile_n)
-        bulk = None
-    if bulk is not None:
-        stage += 4 * (config.tile_m + 4)  # at most: quads have a slot for four stages, and one more
     tables = 3 if last_halves(problem, config) else 2
     total = config.num_stages * stage + 4 * (tables * table_groups(problem) + 32) + 2 * BARRIER_BYTES
     if config.schedule == "swapped":
@@ -138,7 +142,7 @@ def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
         total += 2 * WAVE_ROWS * (store_columns(problem) + 8)
     if config.schedule == "rows" and problem.split == ROWS:
         total += 32 * config.num_stages  # what the producer tells
-    return total + (16 * config.tile_m if bulk == "quads" else 0)
+    return total + slots
 
 
 def why_unsupported(problem: GroupedProblem, config: HopperGroupedConfig | None) -> str | None:
@@ -245,7 +249,9 @@ _LEAST_ROWS = 32
 def _deepest(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperGroupedConfig:
     """With as many stages as there is room for, from 2 to 24."""
     two, three = (smem_bytes(problem, replace(config, num_stages=n)) for n in (2, 3))
-    return replace(config, num_stages=max(2, min(24, 2 + (SMEM_BYTES - two) // (three - two))))
+    most = max(2, min(24, 2 + (SMEM_BYTES - two) // (three - two)))
+    deepest = (replace(config, num_stages=n) for n in range(most, 2, -1))  # slots of scales come with every fourth
+    return next((c for c in deepest if smem_bytes(problem, c) <= SMEM_BYTES), replace(config, num_stages=2))
 
 
 def swapped(problem: GroupedProblem, tokens: int, rows: int, split: int = 1) -> HopperGroupedConfig:
@@ -265,9 +271,13 @@ def rows_tile(
     tile_k = SWIZZLE_BYTES // problem.a_dtype.itemsize
     if problem.split == REDUCTION and problem.out_dtype == torch.float32:
         more = _RINGS.get(tile_n, {}) | more
-    return _deepest(
+    config = _deepest(
         problem, HopperGroupedConfig(tile_m, tile_n, tile_k, "rows", cluster_n=cluster_n, cluster_m=cluster_m, **more)
     )
+    if promotes(problem) and problem.split == ROWS and SCALE_STEPS < config.num_stages < 2 * SCALE_STEPS:
+        # The loop is unrolled by as many, whose addresses are then known to the compiler.
+        config = replace(config, num_stages=SCALE_STEPS)
+    return config
 
 
 @functools.lru_cache(maxsize=4096)
