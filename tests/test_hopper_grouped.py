@@ -59,6 +59,10 @@ def problem(G: int = 8, M: int = 1024, N: int = 2048, K: int = 7168) -> GroupedP
         ({"schedule": "swapped", "tile_n": 12}, "multiples of 8"),
         ({"schedule": "swapped", "split": 3, "num_stages": 3}, "1, 2, 4 or 8"),
         ({"band": 0}, "at least 1"),
+        ({"other_n": 72}, "multiples of 16"),
+        ({"other_n": -16}, "multiples of 16"),
+        ({"tile_m": 256, "other_n": 144}, "accumulators"),
+        ({"schedule": "swapped", "other_n": 64}, "one width"),
     ],
 )
 def test_configs_that_the_kernels_cannot_run_are_refused_with_the_reason(change: dict[str, object], said: str) -> None:
@@ -102,7 +106,7 @@ def test_the_default_is_one_of_the_candidates_and_allowed() -> None:
             scaled = {"a_scaling": "1x128", "b_scaling": b_scaling} if dtype == E4M3 else {}
             p = GroupedProblem(G, M, N, K, split, layout, dtype, dtype, BF16, device_type="cuda", **scaled)  # type: ignore[arg-type]
             config, reasons = default_config(p)
-            assert config in candidates(p) and why_unsupported(p, config) is None
+            assert replace(config, other_n=0) in candidates(p) and why_unsupported(p, config) is None
             assert reasons
 
 
@@ -121,7 +125,8 @@ def test_kernels_compile_without_a_gpu() -> None:
     wgrad = GroupedProblem(8, 512, 1024, 4096, "reduction", "NT", BF16, BF16, FP32, None, True, device_type="cuda")
     blocks = replace(wgrad, layout="TN", a_dtype=E4M3, b_dtype=E4M3, a_scaling="1x128", b_scaling="1x128")
     for config_problem, config in (
-        (p, swapped(p, 16, 80)), (p, rows_tile(p, 256, 128, 2)), (p, rows_tile(p, 128, 112, 1, 2)), (row, rows_tile(row, 128, 144)),
+        (p, swapped(p, 16, 80)), (p, rows_tile(p, 256, 128, 2)), (p, rows_tile(p, 128, 112, 1, 2)),
+        (p, replace(rows_tile(p, 128, 80, 2), other_n=128)), (row, rows_tile(row, 128, 144)),
         (replace(row, fast_accum=True), swapped(row, 16, 80)), (sixteen, swapped(sixteen, 16, 80, 2)), (sixteen, rows_tile(sixteen, 128, 256, 2)),
         (dgrad, swapped(dgrad, 8, 64)), (dgrad, rows_tile(dgrad, 128, 256, 1, 2)), (wgrad, default_config(wgrad)[0]),
         (wgrad, rows_tile(wgrad, 128, 128, 2)), (wgrad, rows_tile(wgrad, 128, 256, 1, 2)), (blocks, rows_tile(blocks, 128, 128, 1, 2)),
@@ -240,6 +245,18 @@ def test_many_tiles_for_each_cta(shape: tuple[Any, ...]) -> None:
         "forward", (70, 1, 0, 333, 129, 500), 2000, 520, scaling="blocks", extra=70, scale_layout="groups"
     )
     run_case(case, config_of(case.problem("cuda"), shape))
+
+
+@on_gpu
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(70, 1, 0, 100, 90), (70, 1, 0, 333, 129)], ids=["four tiles high", "seven"])
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_two_widths(dtype: torch.dtype | None, sizes: tuple[int, ...], cluster: tuple[int, int]) -> None:
+    """Where there are four tiles of 128 rows, those of 80 columns take one round of 132 multiprocessors, where there are seven, two."""
+    case = replace(BLOCKS, sizes=sizes, N=2000, K=1100, scale_layout="groups")
+    if dtype is not None:
+        case = Kept("forward", sizes, 2000, 400, dtype=dtype, extra=3)
+    run_case(case, replace(rows_tile(case.problem("cuda"), 128, 80, *cluster), num_stages=4, other_n=128))
 
 
 @on_gpu

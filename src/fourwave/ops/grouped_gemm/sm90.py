@@ -25,6 +25,7 @@ Barriers
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -50,6 +51,45 @@ TOLD = 8  # words that the producer tells the consumers of a tile
 
 
 @dataclass(frozen=True)
+class Problem:
+    """What both roles know: arguments of the kernel, its tables and buffers, and which tiles are this cluster's.
+
+    tiles_n     of clusters, side by side in a group; rank: this CTA's number in its cluster
+    tile        its first tile, ahead: from that to the second. Every other round of tiles goes in the opposite order: who had the
+                larger of one has the smaller of the next
+    """
+
+    out: cute.Pointer
+    bias: cute.Pointer
+    scale_a: cute.Pointer
+    scale_b: cute.Pointer
+    G: Int32
+    N: Int32
+    out_stride: Int64
+    scale_g: Int32
+    scale_n: Int32
+    scale_k: Int32
+    band: Int32
+    k_tiles: Int32
+    full: cute.Pointer
+    empty: cute.Pointer
+    row_end: cute.Pointer
+    tile_end: cute.Pointer
+    told: cute.Pointer
+    row_scales: cute.Pointer
+    column_scales: cute.Pointer
+    rank: Int32
+    clusters: Int32
+    tile: Int32
+    tiles_n: Int32
+    num_tiles: Int32
+
+    @property
+    def ahead(self):
+        return 2 * (self.clusters - self.tile) - 1
+
+
+@dataclass(frozen=True)
 class GroupedGemm:
     """One specialisation: __call__ is the launcher, kernel the device code.
 
@@ -60,6 +100,8 @@ class GroupedGemm:
     bulk        copy engines bring a's scales, which begin at 16 bytes: "strips" of those by group, "quads" of those by row
                 (blocks.cutedsl.stacked.SlotScales). Else cp.async does, word by word
     vector      N, rows of out and their starts are multiples of 16 bytes
+    other       a GroupedGemm with another tile_n, or None: the kernel takes what needs less time for the groups that there are, were
+                a round of tiles to take `cost`
     """
 
     halves: int
@@ -82,6 +124,8 @@ class GroupedGemm:
     store_columns: int = 64
     along: str = "n"
     late: bool = False
+    cost: int = 0
+    other: Any = None
 
     @property
     def blocks(self) -> bool:
@@ -129,13 +173,16 @@ class GroupedGemm:
         band: tiles side by side along a group's rows that are walked through together, see tile_of."""
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
         tma_b, coordinates_b = self.loader_b.tma(self.loader_b.stack(b, N, K, G, b_stride, b_matrix))
+        other_b = tma_b, coordinates_b
+        if cutlass.const_expr(self.other is not None):
+            other_b = self.other.loader_b.tma(self.other.loader_b.stack(b, N, K, G, b_stride, b_matrix))
         tma_scale, coordinates_scale = tma_a, coordinates_a
         if cutlass.const_expr(self.blocks and self.scales.kind == "quads"):
             k_blocks = cute.ceil_div(K, self.loader_a.tile_k)
             tma_scale, coordinates_scale = self.scales.quad_tma(scale_a, M, k_blocks)
         self.kernel(
-            tma_a, coordinates_a, tma_b, coordinates_b, tma_scale, coordinates_scale, out, bias, scale_a, scale_b, sizes, G, M, N, K, out_stride,
-            scale_g, scale_n, scale_k, band,
+            tma_a, coordinates_a, tma_b, coordinates_b, *other_b, tma_scale, coordinates_scale, out, bias, scale_a, scale_b, sizes, G, M, N, K,
+            out_stride, scale_g, scale_n, scale_k, band,
         ).launch(
             grid=(clusters * self.share, 1, 1),
             block=(3 * WARPGROUP, 1, 1),
@@ -148,20 +195,21 @@ class GroupedGemm:
     @cute.kernel
     def kernel(
         self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
-        tma_scale: cute.CopyAtom, coordinates_scale: cute.Tensor, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer,
+        other_tma_b: cute.CopyAtom, other_coordinates_b: cute.Tensor, tma_scale: cute.CopyAtom, coordinates_scale: cute.Tensor, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer,
         G: Int32, M: Int32, N: Int32, K: Int32, out_stride: Int64, scale_g: Int32, scale_n: Int32, scale_k: Int32,
         band: Int32,
     ):  # fmt: skip
-        loader_a, loader_b, share, halves, writer = self.loader_a, self.loader_b, self.share, self.halves, self.writer
-        tile_m = HALF * halves
-        share_n = 1 if self.pair else share
+        share = self.share
+        forms = (self,) if self.other is None else (self, self.other)
         thread = cute.arch.thread_idx()[0]
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
-        layout_a, layout_b = loader_a.smem_layout(), loader_b.smem_layout()
-        slots = self.scales
+        layout_a = self.loader_a.smem_layout()
+        elements_b = max(cute.cosize(form.loader_b.smem_layout()) for form in forms)
+        scales, writer = self.scales, self.writer
+        column_elements = max(form.scales.column_elements for form in forms)
 
         @cute.struct
         class Storage:
@@ -169,24 +217,22 @@ class GroupedGemm:
             empty: cute.struct.MemRange[Int64, self.num_stages]
             row_end: cute.struct.MemRange[Int32, self.groups]
             tile_end: cute.struct.MemRange[Int32, self.groups * (2 if self.last_halves else 1) + 32]
-            a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
-            b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, cute.cosize(layout_b)], SMEM_ALIGN]
+            a: cute.struct.Align[cute.struct.MemRange[self.loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
+            b: cute.struct.Align[cute.struct.MemRange[self.loader_b.dtype, elements_b], SMEM_ALIGN]
             told: cute.struct.Align[cute.struct.MemRange[Int32, TOLD * self.num_stages], 16]
             row_scales: cute.struct.Align[
-                cute.struct.MemRange[Float32, slots.slots * slots.row_elements if self.blocks else 4], 128
+                cute.struct.MemRange[Float32, scales.slots * scales.row_elements if self.blocks else 4], 128
             ]
             column_scales: cute.struct.Align[
-                cute.struct.MemRange[Float32, slots.slots * slots.column_elements if self.blocks else 4], 16
+                cute.struct.MemRange[Float32, scales.slots * column_elements if self.blocks else 4], 16
             ]
             out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, 8 * writer.elements], 16]
+            choice: cute.struct.MemRange[Int32, 1]
 
         storage = SmemAllocator().allocate(Storage)
         smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
-        smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
-        row_scales, column_scales = storage.row_scales.data_ptr(), storage.column_scales.data_ptr()
-        told = storage.told.data_ptr()
         if thread == 0:
             for i in cutlass.range_constexpr(self.num_stages):
                 cute.arch.mbarrier_init(full + i, 33 if self.words else 1)
@@ -196,9 +242,10 @@ class GroupedGemm:
             cpasync.prefetch_descriptor(tma_a)
             cpasync.prefetch_descriptor(tma_b)
         cute.arch.griddepcontrol_wait()
-        tiles_n = cute.ceil_div(N, self.tile_n * share_n)  # of clusters
+        clusters = cute.arch.grid_dim()[0] // share
+        choice = storage.choice.data_ptr()
         if warp == 0:
-            groups.build(sizes, G, M, self.cluster_rows, tiles_n, row_end, tile_end, lane, self.last_halves)
+            self.table(sizes, G, M, N, row_end, tile_end, clusters, choice, lane)
         rank = Int32(0)
         if cutlass.const_expr(share > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -207,198 +254,37 @@ class GroupedGemm:
         else:
             cute.arch.barrier()
 
-        k_tiles = cute.ceil_div(K, loader_b.tile_k)
-        num_tiles = tile_end[G - 1]
-        if cutlass.const_expr(self.last_halves):
-            num_tiles = tile_end[groups.rest(G) + G - 1]
-        clusters = cute.arch.grid_dim()[0] // share
-        tile = cute.arch.block_idx()[0] // share
-        part = Int32(0)
-        # Every other round in the opposite order: who had the larger of one has the smaller of the next.
-        ahead = 2 * (clusters - tile) - 1
-
+        chosen, tiles_n = Int32(0), self.tiles_n(N)
+        if cutlass.const_expr(self.other is not None):
+            chosen = cute.arch.make_warp_uniform(choice[0])
+            if chosen == 1:
+                tiles_n = self.other.tiles_n(N)
+        work = Problem(
+            out, bias, scale_a, scale_b, G, N, out_stride, scale_g, scale_n, scale_k, band, cute.ceil_div(K, self.loader_b.tile_k), full, empty,
+            row_end, tile_end, storage.told.data_ptr(), storage.row_scales.data_ptr(), storage.column_scales.data_ptr(), rank, clusters,
+            cute.arch.block_idx()[0] // share, tiles_n, self.num_tiles(tile_end, G),
+        )  # fmt: skip
         warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
         if warpgroup_index == 0:
-            # Producer.
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                shared_b, global_b = loader_b.partition_stack(tma_b, coordinates_b, smem_b, rank if self.pair else 0)
-                mask_a = mask_b = None
-                if cutlass.const_expr(share > 1):
-                    if cutlass.const_expr(self.pair):
-                        mask_b = cutlass.Int16((1 << share) - 1)
-                    else:
-                        mask_a = cutlass.Int16((1 << share) - 1)
-                write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
-                slot = Int32(0)
-                while tile < num_tiles:
-                    part = groups.find(tile_end, tile, part, lane)
-                    g, start, end, m_tile, n_tile = self.place(part, tile, row_end, tile_end, tiles_n, band, G)
-                    row0 = start + m_tile * self.cluster_rows
-                    if cutlass.const_expr(self.pair):
-                        row0 += rank * tile_m
-                    else:
-                        n_tile = n_tile * share + rank
-                    shared_a, global_a = partition_from(
-                        loader_a, tma_a, coordinates_a, smem_a, 0 if self.pair else rank, row0
-                    )
-                    # Of a pair's second CTA without rows all is loaded as if it had the group's last one.
-                    top = cutlass.min(row0, end - 1)
-                    live = Int32(1)
-                    if cutlass.const_expr(halves == 2):
-                        live = cutlass.min(cute.ceil_div(end - row0, HALF), 2)
-                    # Scales of a: the first row's first one, elements from step to step and from row to row; those of b.
-                    along, first, stride = Int32(1), start * k_tiles, k_tiles
-                    if cutlass.const_expr(self.by_group):
-                        along, stride = end - start, Int32(1)
-                    strip, rows = first + (top - start) * stride, cutlass.min(end - top, tile_m)
-                    first_b = g * scale_g
-                    places = cute.make_rmem_tensor(1, Int32)
-                    cells = Float32(0.0)
-                    if cutlass.const_expr(self.words):
-                        places = BlockScales(tile_m, 0).places(top, end, start, stride, first, lane)
-                    if cutlass.const_expr(self.blocks):
-                        cells = slots.fetch_columns(
-                            scale_b, first_b, n_tile * self.tile_n, N, scale_n, scale_k, Int32(0), k_tiles, lane
-                        )
-                        if cutlass.const_expr(slots.kind == "quads"):
-                            shared_scale, global_scale = slots.quad_partition(
-                                tma_scale, coordinates_scale, row_scales, row0
-                            )
-                    for k in cutlass.range(k_tiles, unroll=1):
-                        cute.arch.mbarrier_wait(empty + write.index, write.phase)
-                        barrier = full + write.index
-                        arriving = loader_a.stage_bytes * live + loader_b.stage_bytes
-                        if cutlass.const_expr(self.blocks):
-                            if k % SCALE_STEPS == 0:
-                                if cutlass.const_expr(slots.kind == "quads"):
-                                    arriving += 4 * slots.row_elements
-                                if cutlass.const_expr(slots.kind == "strips"):
-                                    arriving += slots.strips_bytes(rows, strip + along * k, along, k_tiles - k)
-                        with cute.arch.elect_one():
-                            if k == 0:
-                                self.tell(told + TOLD * write.index, (row0, end, n_tile * self.tile_n, g, start))
-                            if cutlass.const_expr(self.blocks):
-                                # The arrival follows, behind what the warp itself writes.
-                                cute.arch.mbarrier_expect_tx(barrier, arriving)
-                            else:
-                                cute.arch.mbarrier_arrive_and_expect_tx(barrier, arriving)
-                        if cutlass.const_expr(self.blocks):
-                            if k % SCALE_STEPS == 0:
-                                if cutlass.const_expr(slots.kind == "quads"):
-                                    cute.copy(
-                                        tma_scale, global_scale[(None, 0, k // SCALE_STEPS)], shared_scale[(None, slot)],
-                                        tma_bar_ptr=barrier,
-                                    )  # fmt: skip
-                                elif cutlass.const_expr(slots.kind == "strips"):
-                                    with cute.arch.elect_one():
-                                        slots.bring_strips(
-                                            row_scales, slot, scale_a, rows, strip + along * k, along, k_tiles - k, barrier,
-                                        )  # fmt: skip
-                                else:
-                                    slots.bring_words(row_scales, slot, scale_a, places, along, k, k_tiles, lane)
-                        cute.copy(
-                            tma_a, global_a[(None, 0, k)], shared_a[(None, write.index * halves)], tma_bar_ptr=barrier,
-                            mcast_mask=mask_a,
+                scale_tma = tma_scale, coordinates_scale
+                if chosen == 0:
+                    self.produce(work, tma_a, coordinates_a, tma_b, coordinates_b, scale_tma, smem_a, storage.b, lane)
+                if cutlass.const_expr(self.other is not None):
+                    if chosen == 1:
+                        self.other.produce(
+                            work, tma_a, coordinates_a, other_tma_b, other_coordinates_b, scale_tma, smem_a, storage.b, lane,
                         )  # fmt: skip
-                        if cutlass.const_expr(halves == 2):
-                            if live == 2:
-                                cute.copy(
-                                    tma_a, global_a[(None, 1, k)], shared_a[(None, write.index * halves + 1)],
-                                    tma_bar_ptr=barrier, mcast_mask=mask_a,
-                                )  # fmt: skip
-                        cute.copy(
-                            tma_b, global_b[(None, n_tile, k, g)], shared_b[(None, write.index)], tma_bar_ptr=barrier,
-                            mcast_mask=mask_b,
-                        )  # fmt: skip
-                        if cutlass.const_expr(self.blocks):
-                            if k % SCALE_STEPS == 0:
-                                slots.leave_columns(column_scales, slot, cells, lane)
-                                # Asked now, here when the next ones are due.
-                                cells = slots.fetch_columns(
-                                    scale_b, first_b, n_tile * self.tile_n, N, scale_n, scale_k, k + SCALE_STEPS, k_tiles, lane,
-                                )  # fmt: skip
-                                slot = (slot + 1) % slots.slots
-                            if cutlass.const_expr(self.words):
-                                cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
-                            with cute.arch.elect_one():
-                                cute.arch.mbarrier_arrive(barrier)
-                        write.advance()
-                    if cutlass.const_expr(self.promote):
-                        for _ in cutlass.range(k_tiles, self.steps(k_tiles), unroll=1):
-                            cute.arch.mbarrier_wait(empty + write.index, write.phase)
-                            if cutlass.const_expr(self.words):
-                                cute.arch.cp_async_mbarrier_arrive_noinc(full + write.index)
-                            with cute.arch.elect_one():
-                                cute.arch.mbarrier_arrive(full + write.index)
-                            write.advance()
-                    tile += ahead
-                    ahead = 2 * clusters - ahead
         else:
-            # Consumers.
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = warpgroup_index - 1
-            thread = thread % WARPGROUP
-            mma = self.mma()
-            slice_ = mma.get_slice(0)
-            own_a = cute.local_tile(smem_a, (ROWS, loader_a.tile_k, loader_a.num_stages), (consumer, 0, 0))
-            operand_a = mma.make_fragment_A(slice_.partition_A(own_a))
-            operand_b = mma.make_fragment_B(slice_.partition_B(smem_b))
-            # Descriptors of each half alone, whose stages are `halves` buffers apart.
-            halves_a: tuple = ()
-            for i in cutlass.range_constexpr(halves):
-                every = cute.logical_divide(smem_a, (None, None, cute.make_layout(halves)))[(None, None, (i, None))]
-                rows_a = cute.local_tile(every, (ROWS, loader_a.tile_k, self.num_stages), (consumer, 0, 0))
-                halves_a = (*halves_a, mma.make_fragment_A(slice_.partition_A(rows_a)))
-            per_half = ROWS * self.tile_n // WARPGROUP
-            total = cute.make_rmem_tensor(per_half * halves, Float32)
             buffer = storage.out.data_ptr() + (warp - 4) * writer.elements
-            stage, phase, slot = Int32(0), Int32(0), Int32(0)
-            while tile < num_tiles:
-                cute.arch.mbarrier_wait(full + stage, phase)
-                row0, end, n0, g, start = self.hear(told + TOLD * stage)
-                reader = None
-                if cutlass.const_expr(self.blocks):
-                    reader = slots.reader(
-                        row_scales, column_scales, consumer * ROWS + thread // 32 * 16 + lane // 4, n0,
-                        start * k_tiles + (row0 - start), end - start,
-                    )  # fmt: skip
-                left = end - row0
-                if cutlass.const_expr(halves == 2):
-                    if left > HALF:
-                        stage, phase = self.multiply(
-                            2, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer,
-                            thread,
-                        )  # fmt: skip
-                if (left <= HALF) | (halves == 1):
-                    if left > 0:
-                        stage, phase = self.multiply(
-                            1, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer,
-                            thread,
-                        )  # fmt: skip
-                    else:
-                        stage, phase = self.pass_by(full, empty, stage, phase, self.steps(k_tiles), thread)
-                slot = (slot + cute.ceil_div(k_tiles, SCALE_STEPS)) % slots.slots
-                alpha = Float32(1.0)
-                if cutlass.const_expr(self.a_scaling == "tensor"):
-                    alpha = alpha * scale_a[0]
-                if cutlass.const_expr(self.b_scaling == "tensor"):
-                    alpha = alpha * scale_b[g * scale_g]
-                for half in cutlass.range_constexpr(halves):
-                    row = row0 + half * HALF + consumer * ROWS
-                    if row < end:
-                        factors = cute.make_rmem_tensor(2, Float32)
-                        factors.fill(alpha)
-                        if cutlass.const_expr(self.a_scaling == "row"):
-                            for i in cutlass.range_constexpr(2):
-                                own = row + thread // 32 * 16 + lane // 4 + 8 * i
-                                factors[i] = alpha * scale_a[cutlass.min(own, end - 1)]
-                        writer.store(
-                            total, half * per_half, per_half, out, out_stride, row, end, n0, N, factors,
-                            scale_b + g * N, bias + g * N, thread, buffer,
-                        )  # fmt: skip
-                tile += ahead
-                ahead = 2 * clusters - ahead
+            if chosen == 0:
+                self.consume(work, smem_a, storage.b, buffer, consumer, thread % WARPGROUP)
+            if cutlass.const_expr(self.other is not None):
+                if chosen == 1:
+                    self.other.consume(work, smem_a, storage.b, buffer, consumer, thread % WARPGROUP)
             groups.clear_rows(
                 out,
                 out_stride,
@@ -414,22 +300,245 @@ class GroupedGemm:
             cute.arch.cluster_wait()
 
     @cute.jit
-    def place(
-        self, part: Int32, tile: Int32, row_end: cute.Pointer, tile_end: cute.Pointer, tiles_n: Int32, band: Int32, G: Int32
+    def table(
+        self, sizes: cute.Pointer, G: Int32, M: Int32, N: Int32, row_end: cute.Pointer, tile_end: cute.Pointer, clusters: Int32,
+        choice: cute.Pointer, lane: Int32,
     ):  # fmt: skip
+        """groups.build, and where there is another tile_n, which of the two: choice[0] is 1 for that. One warp."""
+        groups.build(sizes, G, M, self.cluster_rows, self.tiles_n(N), row_end, tile_end, lane, self.last_halves)
+        if cutlass.const_expr(self.other is not None):
+            cute.arch.sync_warp()
+            high = self.num_tiles(tile_end, G) // self.tiles_n(N)
+            own = cute.ceil_div(high * self.tiles_n(N), clusters) * self.cost
+            others = cute.ceil_div(high * self.other.tiles_n(N), clusters) * self.other.cost
+            better = Int32(0)
+            if others < own:
+                better = Int32(1)
+                cute.arch.sync_warp()
+                groups.build(
+                    sizes, G, M, self.cluster_rows, self.other.tiles_n(N), row_end, tile_end, lane, self.last_halves
+                )
+            if lane == 0:
+                choice[0] = better
+
+    @cute.jit
+    def num_tiles(self, tile_end: cute.Pointer, G: Int32):
+        """That the table ends with."""
+        last = G - 1
+        if cutlass.const_expr(self.last_halves):
+            last += groups.rest(G)
+        return tile_end[last]
+
+    def tiles_n(self, N):
+        """Of clusters, side by side."""
+        return cute.ceil_div(N, self.tile_n * (1 if self.pair else self.share))
+
+    @cute.jit
+    def produce(
+        self, work, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor, scale_tma: tuple,
+        smem_a: cute.Tensor, range_b, lane: Int32,
+    ):  # fmt: skip
+        """The producer warp. work: a Problem; range_b: shared memory of b's stages."""
+        loader_a, loader_b, share, halves, slots = self.loader_a, self.loader_b, self.share, self.halves, self.scales
+        tile_m = HALF * halves
+        full, empty, rank, k_tiles, N = work.full, work.empty, work.rank, work.k_tiles, work.N
+        scale_a, scale_b, scale_n, scale_k = work.scale_a, work.scale_b, work.scale_n, work.scale_k
+        layout_b = loader_b.smem_layout()
+        smem_b = range_b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        tile, ahead, part = work.tile, work.ahead, Int32(0)
+        shared_b, global_b = loader_b.partition_stack(tma_b, coordinates_b, smem_b, rank if self.pair else 0)
+        mask_a = mask_b = None
+        if cutlass.const_expr(share > 1):
+            if cutlass.const_expr(self.pair):
+                mask_b = cutlass.Int16((1 << share) - 1)
+            else:
+                mask_a = cutlass.Int16((1 << share) - 1)
+        write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
+        slot = Int32(0)
+        while tile < work.num_tiles:
+            part = groups.find(work.tile_end, tile, part, lane)
+            g, start, end, m_tile, n_tile = self.place(work, part, tile)
+            row0 = start + m_tile * self.cluster_rows
+            if cutlass.const_expr(self.pair):
+                row0 += rank * tile_m
+            else:
+                n_tile = n_tile * share + rank
+            shared_a, global_a = partition_from(loader_a, tma_a, coordinates_a, smem_a, 0 if self.pair else rank, row0)
+            # Of a pair's second CTA without rows all is loaded as if it had the group's last one.
+            top = cutlass.min(row0, end - 1)
+            live = Int32(1)
+            if cutlass.const_expr(halves == 2):
+                live = cutlass.min(cute.ceil_div(end - row0, HALF), 2)
+            # Scales of a: the first row's first one, elements from step to step and from row to row; those of b.
+            along, first, stride = Int32(1), start * k_tiles, k_tiles
+            if cutlass.const_expr(self.by_group):
+                along, stride = end - start, Int32(1)
+            strip, rows = first + (top - start) * stride, cutlass.min(end - top, tile_m)
+            first_b = g * work.scale_g
+            places = cute.make_rmem_tensor(1, Int32)
+            cells = Float32(0.0)
+            if cutlass.const_expr(self.words):
+                places = BlockScales(tile_m, 0).places(top, end, start, stride, first, lane)
+            if cutlass.const_expr(self.blocks):
+                cells = slots.fetch_columns(
+                    scale_b, first_b, n_tile * self.tile_n, N, scale_n, scale_k, Int32(0), k_tiles, lane
+                )
+                if cutlass.const_expr(slots.kind == "quads"):
+                    shared_scale, global_scale = slots.quad_partition(scale_tma[0], scale_tma[1], work.row_scales, row0)
+            for k in cutlass.range(k_tiles, unroll=1):
+                cute.arch.mbarrier_wait(empty + write.index, write.phase)
+                barrier = full + write.index
+                arriving = loader_a.stage_bytes * live + loader_b.stage_bytes
+                if cutlass.const_expr(self.blocks):
+                    if k % SCALE_STEPS == 0:
+                        if cutlass.const_expr(slots.kind == "quads"):
+                            arriving += 4 * slots.row_elements
+                        if cutlass.const_expr(slots.kind == "strips"):
+                            arriving += slots.strips_bytes(rows, strip + along * k, along, k_tiles - k)
+                with cute.arch.elect_one():
+                    if k == 0:
+                        self.tell(work.told + TOLD * write.index, (row0, end, n_tile * self.tile_n, g, start))
+                    if cutlass.const_expr(self.blocks):
+                        # The arrival follows, behind what the warp itself writes.
+                        cute.arch.mbarrier_expect_tx(barrier, arriving)
+                    else:
+                        cute.arch.mbarrier_arrive_and_expect_tx(barrier, arriving)
+                if cutlass.const_expr(self.blocks):
+                    if k % SCALE_STEPS == 0:
+                        if cutlass.const_expr(slots.kind == "quads"):
+                            cute.copy(
+                                scale_tma[0], global_scale[(None, 0, k // SCALE_STEPS)], shared_scale[(None, slot)],
+                                tma_bar_ptr=barrier,
+                            )  # fmt: skip
+                        elif cutlass.const_expr(slots.kind == "strips"):
+                            with cute.arch.elect_one():
+                                slots.bring_strips(
+                                    work.row_scales, slot, scale_a, rows, strip + along * k, along, k_tiles - k, barrier,
+                                )  # fmt: skip
+                        else:
+                            slots.bring_words(work.row_scales, slot, scale_a, places, along, k, k_tiles, lane)
+                cute.copy(
+                    tma_a, global_a[(None, 0, k)], shared_a[(None, write.index * halves)], tma_bar_ptr=barrier,
+                    mcast_mask=mask_a,
+                )  # fmt: skip
+                if cutlass.const_expr(halves == 2):
+                    if live == 2:
+                        cute.copy(
+                            tma_a, global_a[(None, 1, k)], shared_a[(None, write.index * halves + 1)],
+                            tma_bar_ptr=barrier, mcast_mask=mask_a,
+                        )  # fmt: skip
+                cute.copy(
+                    tma_b, global_b[(None, n_tile, k, g)], shared_b[(None, write.index)], tma_bar_ptr=barrier,
+                    mcast_mask=mask_b,
+                )  # fmt: skip
+                if cutlass.const_expr(self.blocks):
+                    if k % SCALE_STEPS == 0:
+                        slots.leave_columns(work.column_scales, slot, cells, lane)
+                        # Asked now, here when the next ones are due.
+                        cells = slots.fetch_columns(
+                            scale_b, first_b, n_tile * self.tile_n, N, scale_n, scale_k, k + SCALE_STEPS, k_tiles, lane,
+                        )  # fmt: skip
+                        slot = (slot + 1) % slots.slots
+                    if cutlass.const_expr(self.words):
+                        cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(barrier)
+                write.advance()
+            if cutlass.const_expr(self.promote):
+                for _ in cutlass.range(k_tiles, self.steps(k_tiles), unroll=1):
+                    cute.arch.mbarrier_wait(empty + write.index, write.phase)
+                    if cutlass.const_expr(self.words):
+                        cute.arch.cp_async_mbarrier_arrive_noinc(full + write.index)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(full + write.index)
+                    write.advance()
+            tile += ahead
+            ahead = 2 * work.clusters - ahead
+
+    @cute.jit
+    def consume(self, work, smem_a: cute.Tensor, range_b, buffer: cute.Pointer, consumer: Int32, thread: Int32):
+        """A consumer warpgroup. work, range_b: as in produce; buffer: this warp's, for what it stores."""
+        loader_a, loader_b, halves, slots, writer = self.loader_a, self.loader_b, self.halves, self.scales, self.writer
+        full, empty, k_tiles, N, lane = work.full, work.empty, work.k_tiles, work.N, thread % 32
+        scale_a, scale_b, out = work.scale_a, work.scale_b, work.out
+        layout_b = loader_b.smem_layout()
+        smem_b = range_b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        tile, ahead = work.tile, work.ahead
+        mma = self.mma()
+        slice_ = mma.get_slice(0)
+        own_a = cute.local_tile(smem_a, (ROWS, loader_a.tile_k, loader_a.num_stages), (consumer, 0, 0))
+        operand_a = mma.make_fragment_A(slice_.partition_A(own_a))
+        operand_b = mma.make_fragment_B(slice_.partition_B(smem_b))
+        # Descriptors of each half alone, whose stages are `halves` buffers apart.
+        halves_a: tuple = ()
+        for i in cutlass.range_constexpr(halves):
+            every = cute.logical_divide(smem_a, (None, None, cute.make_layout(halves)))[(None, None, (i, None))]
+            rows_a = cute.local_tile(every, (ROWS, loader_a.tile_k, self.num_stages), (consumer, 0, 0))
+            halves_a = (*halves_a, mma.make_fragment_A(slice_.partition_A(rows_a)))
+        per_half = ROWS * self.tile_n // WARPGROUP
+        total = cute.make_rmem_tensor(per_half * halves, Float32)
+        stage, phase, slot = Int32(0), Int32(0), Int32(0)
+        while tile < work.num_tiles:
+            cute.arch.mbarrier_wait(full + stage, phase)
+            row0, end, n0, g, start = self.hear(work.told + TOLD * stage)
+            reader = None
+            if cutlass.const_expr(self.blocks):
+                reader = slots.reader(
+                    work.row_scales, work.column_scales, consumer * ROWS + thread // 32 * 16 + lane // 4, n0,
+                    start * k_tiles + (row0 - start), end - start,
+                )  # fmt: skip
+            left = end - row0
+            if cutlass.const_expr(halves == 2):
+                if left > HALF:
+                    stage, phase = self.multiply(
+                        2, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer,
+                        thread,
+                    )  # fmt: skip
+            if (left <= HALF) | (halves == 1):
+                if left > 0:
+                    stage, phase = self.multiply(
+                        1, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer,
+                        thread,
+                    )  # fmt: skip
+                else:
+                    stage, phase = self.pass_by(full, empty, stage, phase, self.steps(k_tiles), thread)
+            slot = (slot + cute.ceil_div(k_tiles, SCALE_STEPS)) % slots.slots
+            alpha = Float32(1.0)
+            if cutlass.const_expr(self.a_scaling == "tensor"):
+                alpha = alpha * scale_a[0]
+            if cutlass.const_expr(self.b_scaling == "tensor"):
+                alpha = alpha * scale_b[g * work.scale_g]
+            for half in cutlass.range_constexpr(halves):
+                row = row0 + half * HALF + consumer * ROWS
+                if row < end:
+                    factors = cute.make_rmem_tensor(2, Float32)
+                    factors.fill(alpha)
+                    if cutlass.const_expr(self.a_scaling == "row"):
+                        for i in cutlass.range_constexpr(2):
+                            own = row + thread // 32 * 16 + lane // 4 + 8 * i
+                            factors[i] = alpha * scale_a[cutlass.min(own, end - 1)]
+                    writer.store(
+                        total, half * per_half, per_half, out, work.out_stride, row, end, n0, N, factors,
+                        scale_b + g * N, work.bias + g * N, thread, buffer,
+                    )  # fmt: skip
+            tile += ahead
+            ahead = 2 * work.clusters - ahead
+
+    @cute.jit
+    def place(self, work, part: Int32, tile: Int32):
         """(group, its first row, the row past its last, m_tile, n_tile of clusters) of a tile; part: where `groups.find` found it."""
         tile_m = self.cluster_rows
         g = part
         if cutlass.const_expr(self.last_halves):
-            if part >= groups.rest(G):
-                g = part - groups.rest(G)
-        start, end = groups.start_of(row_end, g), row_end[g]
+            if part >= groups.rest(work.G):
+                g = part - groups.rest(work.G)
+        start, end = groups.start_of(work.row_end, g), work.row_end[g]
         tiles_m, first = cute.ceil_div(end - start, tile_m), Int32(0)
         if cutlass.const_expr(self.last_halves):
             tiles_m = groups.whole(end - start, tile_m)
-            if part >= groups.rest(G):
+            if part >= groups.rest(work.G):
                 tiles_m, first = Int32(1), tiles_m
-        m_tile, n_tile = tile_of(tile - groups.start_of(tile_end, part), tiles_m, tiles_n, band, "m")
+        m_tile, n_tile = tile_of(tile - groups.start_of(work.tile_end, part), tiles_m, work.tiles_n, work.band, "m")
         return g, start, end, first + m_tile, n_tile
 
     @cute.jit

@@ -50,6 +50,8 @@ class HopperGroupedConfig:
     addend      of those, what they are added to: "load", TMA brings it; "reduce", memory adds
     quads       wgrad of FP8: TMA brings scales of blocks where it can
     stagger     wgrad of FP8: the second warpgroup starts a tile when the first has its first products
+    other_n     "rows": 0, or a tile_n that the kernel takes instead, where rounds of such tiles of the groups that there are take less
+                time
     late        "rows", with promotion: consumer 1 starts a tile when consumer 0 has its first products, in tiles of 128 rows, too
     overlap     the grid may be set up while the one before it on the stream ends (programmatic dependent launch)
     """
@@ -67,12 +69,14 @@ class HopperGroupedConfig:
     addend: str = "load"
     stagger: bool = False
     quads: bool = True
+    other_n: int = 0
     late: bool = False
     overlap: bool = True
 
     def __str__(self) -> str:
         more = f"split {self.split}" if self.schedule == "swapped" else f"cluster {self.cluster_m}x{self.cluster_n}"
-        return f"{self.tile_m}x{self.tile_n}x{self.tile_k} {self.schedule}, {self.num_stages} stages, {more}"
+        tile_n = f"{self.tile_n}/{self.other_n}" if self.other_n else f"{self.tile_n}"
+        return f"{self.tile_m}x{tile_n}x{self.tile_k} {self.schedule}, {self.num_stages} stages, {more}"
 
     @property
     def cluster_size(self) -> int:
@@ -122,7 +126,7 @@ def store_columns(problem: GroupedProblem) -> int:
 
 def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
     width = -(-config.tile_n // 64) * 64
-    stage = (config.tile_m + config.tile_n) * SWIZZLE_BYTES
+    stage = (config.tile_m + max(config.tile_n, config.other_n)) * SWIZZLE_BYTES
     slots = 0
     if block_scaled(problem):
         if problem.split == ROWS and config.schedule == "rows":
@@ -213,12 +217,16 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             )
         if (config.cluster_m, config.cluster_n) != (1, 1):
             return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: swapped tiles are not shared"
+        if config.other_n:
+            return f"other_n={config.other_n}: swapped tiles have one width"
     else:
         if config.tile_m not in (WAVE_ROWS, 2 * WAVE_ROWS):
             return f"tile_m={config.tile_m}: {WAVE_ROWS} or {2 * WAVE_ROWS}, once or twice 64 rows for each of two consumer warpgroups"
         step = 16 if problem.layout == "TN" and problem.split == ROWS else 64
         if config.tile_n % step or config.tile_n > 256:
             return f"tile_n={config.tile_n}: multiples of {step} up to 256"
+        if config.other_n % step or not 0 <= config.other_n <= 256 or (config.other_n and problem.split == REDUCTION):
+            return f"other_n={config.other_n}: multiples of {step} up to 256, or 0; of a reduction in groups, 0"
         if problem.split == REDUCTION and config.tile_m != WAVE_ROWS:
             return f"tile_m={config.tile_m}: a reduction in groups has tiles of {WAVE_ROWS} rows"
         if config.ring and config.tile_n // 32 % config.ring:
@@ -231,9 +239,8 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             return f"cluster_m={config.cluster_m} of tiles of {config.tile_m} rows: b is shared by tiles of {WAVE_ROWS} only"
         if config.split != 1:
             return f"split={config.split}: only a swapped tile's reduction is split"
-        accumulators = config.tile_m // WAVE_ROWS * config.tile_n // 2 + (
-            config.tile_n // 2 if promotes(problem) else 0
-        )
+        tile_n = max(config.tile_n, config.other_n)
+        accumulators = config.tile_m // WAVE_ROWS * tile_n // 2 + (tile_n // 2 if promotes(problem) else 0)
         if accumulators > MAX_ACCUMULATORS:
             return f"{accumulators} accumulators per thread: at most {MAX_ACCUMULATORS}"
     smem = smem_bytes(problem, config)
@@ -330,9 +337,11 @@ _TURN_SECONDS = 0.3e-6
 _ROWS_TURN_SECONDS = 2.4e-6
 _SWAPPED_STEP_SECONDS = 0.15e-6  # at least: the producer's
 _SPLIT_SECONDS = 0.5e-6
+_UNEQUAL_TILES = 0.6  # that each of random groups has beyond its share of all rows
+_OTHER_GAIN = 0.95
 
 
-def _step_seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
+def step_seconds(config: HopperGroupedConfig) -> float:
     """Of SWIZZLE_BYTES of k of a tile of the schedule "rows": what shared memory, which wgmma reads and TMA writes, and L2 allow.
 
     A wgmma of 64 rows reads them and all columns, 32 bytes of each.
@@ -353,7 +362,7 @@ def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
         turns = -(-problem.G * high * wide // (NUM_SMS // config.cluster_size))
         steps = -(-problem.K * size // (problem.G * SWIZZLE_BYTES))
         out = config.tile_m * config.tile_n * problem.out_dtype.itemsize * (2 if problem.accumulate else 1)
-        multiply, store = steps * _step_seconds(problem, config), out / _SM_BYTES_PER_SECOND
+        multiply, store = steps * step_seconds(config), out / _SM_BYTES_PER_SECOND
         if not rings(problem, config):
             if problem.accumulate and config.tile_n > 128:
                 store += _ROWS_TURN_SECONDS  # measured: L2's additions come in one burst
@@ -370,7 +379,7 @@ def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
     reading = config.tile_n / config.cluster_m * k_bytes / high + config.tile_m / config.cluster_n * k_bytes / 4
     if config.schedule == "rows":
         live = min(config.tile_m, -(-rows // WAVE_ROWS) * WAVE_ROWS) / config.tile_m
-        multiply = live * -(-k_bytes // SWIZZLE_BYTES) * _step_seconds(problem, config)
+        multiply = live * -(-k_bytes // SWIZZLE_BYTES) * step_seconds(config)
         turn = _ROWS_TURN_SECONDS
     else:
         multiply = 2 * config.tile_m * (-(-config.tile_n // 64) * 64) * k_bytes / _SWAPPED_FLOPS
@@ -380,11 +389,32 @@ def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
     return turns * tile + _SPLIT_SECONDS * (config.split - 1)
 
 
+def _other_n(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
+    """A tile_n that would be better, were groups as unequal as random ones are, or 0. The kernel decides which of the two it takes."""
+    if config.schedule != "rows" or problem.split == REDUCTION or not promotes(problem):
+        return 0
+    high = problem.M / (config.tile_m * config.cluster_m) + _UNEQUAL_TILES * min(problem.G, problem.M)
+    clusters = NUM_SMS // config.cluster_size
+
+    def seconds(tile_n: int) -> float:
+        tiles = high * -(-problem.N // (tile_n * config.cluster_n))
+        step = step_seconds(replace(config, tile_n=tile_n))
+        return -(-tiles // clusters) * (-(-problem.K // config.tile_k) * step + _ROWS_TURN_SECONDS)
+
+    shape = config.tile_m, config.cluster_m, config.cluster_n, config.num_stages
+    alike = {c.tile_n for c in candidates(problem) if (c.tile_m, c.cluster_m, c.cluster_n, c.num_stages) == shape}
+    best = min(alike, key=seconds)
+    return best if seconds(best) < _OTHER_GAIN * seconds(config.tile_n) else 0
+
+
 @functools.lru_cache(maxsize=4096)
 def default_config(problem: GroupedProblem) -> tuple[HopperGroupedConfig, list[str]]:
     """The candidate of least modelled time, and why. m_sizes is not known: groups are taken to be equal."""
     modelled = {config: _seconds(problem, config) for config in candidates(problem)}
     best = min(modelled, key=lambda config: modelled[config])
+    other_n = _other_n(problem, best)
+    modelled = {replace(c, other_n=other_n if c == best else 0): seconds for c, seconds in modelled.items()}
+    best = replace(best, other_n=other_n)
     reasons = [f"least modelled time of {len(modelled)} tiles: {modelled[best] * 1e6:.1f} us, were all groups equal"]
     for config, seconds in modelled.items():
         if config != best and seconds < 1.05 * modelled[best]:

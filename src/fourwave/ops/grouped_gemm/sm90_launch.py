@@ -22,6 +22,7 @@ from fourwave.ops.grouped_gemm.sm90_config import (
     default_config,
     last_halves,
     promotes,
+    step_seconds,
     store_columns,
     table_groups,
     why_unsupported,
@@ -124,6 +125,13 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
             out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.bulk, spec.promote, spec.vector, config.overlap,
             spec.last_halves, spec.store_columns, "m" if config.cluster_m > 1 else "n", config.late,
         )  # fmt: skip
+        if config.other_n:
+            other = replace(config, tile_n=config.other_n)
+            costs = [round(step_seconds(c) * 1e10) for c in (config, other)]
+            loader = replace(kernel.loader_b, extent=config.other_n)
+            kernel = replace(
+                kernel, cost=costs[0], other=replace(kernel, tile_n=config.other_n, loader_b=loader, cost=costs[1])
+            )
         out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
 
     def pointer(dtype: Any, align: int | None = None) -> Any:
@@ -266,8 +274,9 @@ def _clusters(problem: GroupedProblem, config: HopperGroupedConfig, num_sms: int
         return max(1, min(num_sms // config.cluster_size, problem.G * high * wide))
     if config.cluster_size > 2:
         num_sms = num_sms * FOURS_SMS // NUM_SMS
+    tile_n = min(config.tile_n, config.other_n or config.tile_n)
     tiles = (problem.M // (config.tile_m * config.cluster_m) + min(problem.G, problem.M)) * -(
-        -problem.N // (config.tile_n * config.cluster_n)
+        -problem.N // (tile_n * config.cluster_n)
     )
     return max(1, min(tiles, num_sms // config.cluster_size))
 
