@@ -63,6 +63,8 @@ def problem(G: int = 8, M: int = 1024, N: int = 2048, K: int = 7168) -> GroupedP
         ({"other_n": -16}, "multiples of 16"),
         ({"tile_m": 256, "other_n": 144}, "accumulators"),
         ({"schedule": "swapped", "other_n": 64}, "one width"),
+        ({"schedule": "swapped", "tile_m": 16, "other_m": 12}, "multiples of 8"),
+        ({"other_m": 64}, "one height"),
     ],
 )
 def test_configs_that_the_kernels_cannot_run_are_refused_with_the_reason(change: dict[str, object], said: str) -> None:
@@ -106,7 +108,9 @@ def test_the_default_is_one_of_the_candidates_and_allowed() -> None:
             scaled = {"a_scaling": "1x128", "b_scaling": b_scaling} if dtype == E4M3 else {}
             p = GroupedProblem(G, M, N, K, split, layout, dtype, dtype, BF16, device_type="cuda", **scaled)  # type: ignore[arg-type]
             config, reasons = default_config(p)
-            assert replace(config, other_n=0) in candidates(p) and why_unsupported(p, config) is None
+            alone = replace(config, other_n=0, other_m=0)
+            assert any(alone == replace(c, num_stages=alone.num_stages) for c in candidates(p))
+            assert why_unsupported(p, config) is None
             assert reasons
 
 
@@ -126,7 +130,7 @@ def test_kernels_compile_without_a_gpu() -> None:
     blocks = replace(wgrad, layout="TN", a_dtype=E4M3, b_dtype=E4M3, a_scaling="1x128", b_scaling="1x128")
     for config_problem, config in (
         (p, swapped(p, 16, 80)), (p, rows_tile(p, 256, 128, 2)), (p, rows_tile(p, 128, 112, 1, 2)),
-        (p, replace(rows_tile(p, 128, 80, 2), other_n=128)), (row, rows_tile(row, 128, 144)),
+        (p, replace(rows_tile(p, 128, 80, 2), other_n=128)), (p, replace(swapped(p, 16, 80), num_stages=8, other_m=48)), (row, rows_tile(row, 128, 144)),
         (replace(row, fast_accum=True), swapped(row, 16, 80)), (sixteen, swapped(sixteen, 16, 80, 2)), (sixteen, rows_tile(sixteen, 128, 256, 2)),
         (dgrad, swapped(dgrad, 8, 64)), (dgrad, rows_tile(dgrad, 128, 256, 1, 2)), (wgrad, default_config(wgrad)[0]),
         (wgrad, rows_tile(wgrad, 128, 128, 2)), (wgrad, rows_tile(wgrad, 128, 256, 1, 2)), (blocks, rows_tile(blocks, 128, 128, 1, 2)),
@@ -257,6 +261,18 @@ def test_two_widths(dtype: torch.dtype | None, sizes: tuple[int, ...], cluster: 
     if dtype is not None:
         case = Kept("forward", sizes, 2000, 400, dtype=dtype, extra=3)
     run_case(case, replace(rows_tile(case.problem("cuda"), 128, 80, *cluster), num_stages=4, other_n=128))
+
+
+@on_gpu
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("sizes", [(10, 3, 6, 4, 0), (43, 3, 6, 4, 0)], ids=["even", "uneven"])
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_two_heights(dtype: torch.dtype | None, sizes: tuple[int, ...], split: int) -> None:
+    """A group of 43 rows makes a second round of tiles of 16 rows."""
+    case = replace(BLOCKS, sizes=sizes, N=2000, K=1100, scale_layout="groups")
+    if dtype is not None:
+        case = Kept("forward", sizes, 2000, 400, dtype=dtype, extra=3)
+    run_case(case, replace(swapped(case.problem("cuda"), 16, 80, split), num_stages=8, other_m=48))
 
 
 @on_gpu

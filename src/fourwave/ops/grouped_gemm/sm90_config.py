@@ -52,6 +52,7 @@ class HopperGroupedConfig:
     stagger     wgrad of FP8: the second warpgroup starts a tile when the first has its first products
     other_n     "rows": 0, or a tile_n that the kernel takes instead, where rounds of such tiles of the groups that there are take less
                 time
+    other_m     "swapped": 0, or a tile_m that the kernel takes instead, likewise
     late        "rows", with promotion: consumer 1 starts a tile when consumer 0 has its first products, in tiles of 128 rows, too
     overlap     the grid may be set up while the one before it on the stream ends (programmatic dependent launch)
     """
@@ -70,13 +71,15 @@ class HopperGroupedConfig:
     stagger: bool = False
     quads: bool = True
     other_n: int = 0
+    other_m: int = 0
     late: bool = False
     overlap: bool = True
 
     def __str__(self) -> str:
         more = f"split {self.split}" if self.schedule == "swapped" else f"cluster {self.cluster_m}x{self.cluster_n}"
         tile_n = f"{self.tile_n}/{self.other_n}" if self.other_n else f"{self.tile_n}"
-        return f"{self.tile_m}x{tile_n}x{self.tile_k} {self.schedule}, {self.num_stages} stages, {more}"
+        tile_m = f"{self.tile_m}/{self.other_m}" if self.other_m else f"{self.tile_m}"
+        return f"{tile_m}x{tile_n}x{self.tile_k} {self.schedule}, {self.num_stages} stages, {more}"
 
     @property
     def cluster_size(self) -> int:
@@ -126,20 +129,21 @@ def store_columns(problem: GroupedProblem) -> int:
 
 def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
     width = -(-config.tile_n // 64) * 64
-    stage = (config.tile_m + max(config.tile_n, config.other_n)) * SWIZZLE_BYTES
+    tile_m = max(config.tile_m, config.other_m)
+    stage = (tile_m + max(config.tile_n, config.other_n)) * SWIZZLE_BYTES
     slots = 0
     if block_scaled(problem):
         if problem.split == ROWS and config.schedule == "rows":
             # blocks.cutedsl.stacked.SlotScales: strips are the larger.
             slots = -(-config.num_stages // SCALE_STEPS) * 4 * SCALE_STEPS * (config.tile_m + 4 + 2)
         else:
-            stage += 4 * (config.tile_m + (config.tile_n if problem.split == REDUCTION else 4))
+            stage += 4 * (tile_m + (config.tile_n if problem.split == REDUCTION else 4))
     if problem.split == REDUCTION and bulk_scales(problem, config) is not None:
         stage += 12 * (config.tile_m + config.tile_n)
     tables = 3 if last_halves(problem, config) else 2
     total = config.num_stages * stage + 4 * (tables * table_groups(problem) + 32) + 2 * BARRIER_BYTES
     if config.schedule == "swapped":
-        return total + (width - config.tile_n) * SWIZZLE_BYTES + 4 * config.tile_m * (width + 4)
+        return total + (width - config.tile_n) * SWIZZLE_BYTES + 4 * tile_m * (width + 4)
     if rings(problem, config):
         total += 2 * config.ring * (RING_BYTES + 16) + SWIZZLE_ATOM
     if problem.out_dtype.itemsize == 2:
@@ -217,6 +221,8 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             )
         if (config.cluster_m, config.cluster_n) != (1, 1):
             return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: swapped tiles are not shared"
+        if config.other_m % 8 or not 0 <= config.other_m <= 128:
+            return f"other_m={config.other_m}: a swapped tile takes multiples of 8 up to 128; or 0"
         if config.other_n:
             return f"other_n={config.other_n}: swapped tiles have one width"
     else:
@@ -233,6 +239,8 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             return f"ring={config.ring}: a divisor of tile_n / 32"
         if config.addend not in ("load", "reduce"):
             return f"addend {config.addend!r}: there are load and reduce"
+        if config.other_m:
+            return f"other_m={config.other_m}: tiles of the schedule rows have one height"
         if config.cluster_n not in (1, 2) or config.cluster_m not in (1, 2) or config.cluster_size > 2:
             return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: 1 or 2 CTAs share a's tiles or b's, not both"
         if config.cluster_m > 1 and config.tile_m > WAVE_ROWS:
@@ -338,6 +346,7 @@ _ROWS_TURN_SECONDS = 2.4e-6
 _SWAPPED_STEP_SECONDS = 0.15e-6  # at least: the producer's
 _SPLIT_SECONDS = 0.5e-6
 _UNEQUAL_TILES = 0.6  # that each of random groups has beyond its share of all rows
+_UNEQUAL_ROWS = 3  # of the largest of random groups, over the mean
 _OTHER_GAIN = 0.95
 
 
@@ -389,10 +398,28 @@ def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
     return turns * tile + _SPLIT_SECONDS * (config.split - 1)
 
 
+def _with_other(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperGroupedConfig:
+    """config, with another tile that is better where groups are as unequal as random ones; the kernel decides which it takes."""
+    if problem.split == REDUCTION or problem.G == 1 or not promotes(problem):
+        return config
+    if config.schedule == "rows":
+        return replace(config, other_n=_other_n(problem, config))
+    used = min(problem.G, problem.M)
+    other_m = min(128, -(-_UNEQUAL_ROWS * problem.M // (8 * used)) * 8)
+    if config.split > 1 or other_m <= config.tile_m:
+        return config
+    return _deepest(problem, replace(config, other_m=other_m))
+
+
+def round_cost(config: HopperGroupedConfig) -> int:
+    """Of a round of tiles, in units of the kernel's own: for its choice between two tiles."""
+    if config.schedule == "rows":
+        return round(step_seconds(config) * 1e10)
+    return 2 * config.tile_n + config.tile_m  # bytes, of which a's come from L2
+
+
 def _other_n(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
-    """A tile_n that would be better, were groups as unequal as random ones are, or 0. The kernel decides which of the two it takes."""
-    if config.schedule != "rows" or problem.split == REDUCTION or not promotes(problem):
-        return 0
+    """A tile_n that would be better with random groups, or 0."""
     high = problem.M / (config.tile_m * config.cluster_m) + _UNEQUAL_TILES * min(problem.G, problem.M)
     clusters = NUM_SMS // config.cluster_size
 
@@ -412,9 +439,8 @@ def default_config(problem: GroupedProblem) -> tuple[HopperGroupedConfig, list[s
     """The candidate of least modelled time, and why. m_sizes is not known: groups are taken to be equal."""
     modelled = {config: _seconds(problem, config) for config in candidates(problem)}
     best = min(modelled, key=lambda config: modelled[config])
-    other_n = _other_n(problem, best)
-    modelled = {replace(c, other_n=other_n if c == best else 0): seconds for c, seconds in modelled.items()}
-    best = replace(best, other_n=other_n)
+    modelled = {_with_other(problem, c) if c == best else c: seconds for c, seconds in modelled.items()}
+    best = _with_other(problem, best)
     reasons = [f"least modelled time of {len(modelled)} tiles: {modelled[best] * 1e6:.1f} us, were all groups equal"]
     for config, seconds in modelled.items():
         if config != best and seconds < 1.05 * modelled[best]:

@@ -22,7 +22,7 @@ from fourwave.ops.grouped_gemm.sm90_config import (
     default_config,
     last_halves,
     promotes,
-    step_seconds,
+    round_cost,
     store_columns,
     table_groups,
     why_unsupported,
@@ -102,6 +102,11 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
             TmaLoader(a_type, config.tile_m, config.tile_k, True, config.num_stages, 1),
             out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.promote, spec.vector, config.overlap,
         )  # fmt: skip
+        if config.other_m:
+            other = replace(config, tile_m=config.other_m)
+            loader = replace(kernel.loader_a, extent=config.other_m)
+            another = replace(kernel, tokens=config.other_m, loader_a=loader, cost=round_cost(other))
+            kernel = replace(kernel, cost=round_cost(config), other=another)
         out_align = spec.out_dtype.itemsize * (4 if spec.vector else 1)
     elif spec.wgrad:
         ring = None
@@ -127,11 +132,9 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
         )  # fmt: skip
         if config.other_n:
             other = replace(config, tile_n=config.other_n)
-            costs = [round(step_seconds(c) * 1e10) for c in (config, other)]
             loader = replace(kernel.loader_b, extent=config.other_n)
-            kernel = replace(
-                kernel, cost=costs[0], other=replace(kernel, tile_n=config.other_n, loader_b=loader, cost=costs[1])
-            )
+            another = replace(kernel, tile_n=config.other_n, loader_b=loader, cost=round_cost(other))
+            kernel = replace(kernel, cost=round_cost(config), other=another)
         out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
 
     def pointer(dtype: Any, align: int | None = None) -> Any:

@@ -24,6 +24,7 @@ Barriers
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -51,6 +52,8 @@ class SwappedGroupedGemm:
     groups        that the table has room for, a multiple of 32
     by_group      a's scales of blocks are in blocks of groups (GroupedProblem.a_scale_layout)
     vector        rows of out start at multiples of 4 elements and N is one: stores of 4 elements
+    other         a SwappedGroupedGemm with other tokens, or None: the kernel takes what needs less time for the groups that there are,
+                  were a round of tiles to take `cost`
     """
 
     rows: int
@@ -68,6 +71,8 @@ class SwappedGroupedGemm:
     promote: bool
     vector: bool
     overlap: bool
+    cost: int = 0
+    other: Any = None
 
     @property
     def consumers(self) -> int:
@@ -100,8 +105,11 @@ class SwappedGroupedGemm:
         """*_stride: elements between stored rows; b_matrix: between b's matrices; scale_*: strides of b's scales."""
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
         tma_b, coordinates_b = self.loader_b.tma(self.loader_b.stack(b, N, K, G, b_stride, b_matrix))
+        other_a = tma_a, coordinates_a
+        if cutlass.const_expr(self.other is not None):
+            other_a = self.other.loader_a.tma(self.other.loader_a.matrix(a, M, K, a_stride))
         self.kernel(
-            tma_a, coordinates_a, tma_b, coordinates_b, out, bias, scale_a, scale_b, sizes, G, M, N, K, out_stride,
+            tma_a, coordinates_a, *other_a, tma_b, coordinates_b, out, bias, scale_a, scale_b, sizes, G, M, N, K, out_stride,
             scale_g, scale_n, scale_k,
         ).launch(
             grid=(clusters * self.split, 1, 1),
@@ -114,17 +122,20 @@ class SwappedGroupedGemm:
 
     @cute.kernel
     def kernel(
-        self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
-        out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer,
+        self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, other_tma_a: cute.CopyAtom, other_coordinates_a: cute.Tensor,
+        tma_b: cute.CopyAtom, coordinates_b: cute.Tensor, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer,
         G: Int32, M: Int32, N: Int32, K: Int32, out_stride: Int64, scale_g: Int32, scale_n: Int32, scale_k: Int32,
     ):  # fmt: skip
-        loader_a, loader_b, split = self.loader_a, self.loader_b, self.split
+        loader_b, split = self.loader_b, self.split
+        forms = (self,) if self.other is None else (self, self.other)
         thread = cute.arch.thread_idx()[0]
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
-        layout_a, layout_b, read_b = loader_a.smem_layout(), loader_b.smem_layout(), loader_b.read_layout()
+        elements_a = max(form.loader_a.smem_elements for form in forms)
+        pitch = max(form.scales.pitch for form in forms)
+        elements = max(reduction.partial_elements(ROWS * self.consumers, form.tokens) for form in forms)
 
         @cute.struct
         class Storage:
@@ -135,22 +146,15 @@ class SwappedGroupedGemm:
             row_end: cute.struct.MemRange[Int32, self.groups]
             tile_end: cute.struct.MemRange[Int32, self.groups + 32]
             b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, loader_b.smem_elements], SMEM_ALIGN]
-            a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, loader_a.smem_elements], SMEM_ALIGN]
-            scales: cute.struct.Align[
-                cute.struct.MemRange[Float32, self.num_stages * self.scales.pitch if self.blocks else 4], 16
-            ]
-            partial: cute.struct.Align[
-                cute.struct.MemRange[Float32, reduction.partial_elements(ROWS * self.consumers, self.tokens)], 16
-            ]
+            a: cute.struct.Align[cute.struct.MemRange[self.loader_a.dtype, elements_a], SMEM_ALIGN]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, self.num_stages * pitch if self.blocks else 4], 16]
+            partial: cute.struct.Align[cute.struct.MemRange[Float32, elements], 16]
+            choice: cute.struct.MemRange[Int32, 1]
 
         storage = SmemAllocator().allocate(Storage)
-        smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
-        smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
-        read_smem_b = storage.b.get_tensor(read_b.outer, swizzle=read_b.inner)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         ready, free = storage.ready.data_ptr(), storage.free.data_ptr()
-        row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
-        scales, partial = storage.scales.data_ptr(), storage.partial.data_ptr()
+        row_end, tile_end, choice = storage.row_end.data_ptr(), storage.tile_end.data_ptr(), storage.choice.data_ptr()
         if thread == 0:
             for i in cutlass.range_constexpr(self.num_stages):
                 cute.arch.mbarrier_init(full + i, 33 if self.blocks else 1)
@@ -162,15 +166,71 @@ class SwappedGroupedGemm:
             cpasync.prefetch_descriptor(tma_a)
             cpasync.prefetch_descriptor(tma_b)
         cute.arch.griddepcontrol_wait()
-        tiles_n = cute.ceil_div(N, self.rows)
+        clusters = cute.arch.grid_dim()[0] // split
         if warp == 0:
-            groups.build(sizes, G, M, self.tokens, tiles_n, row_end, tile_end, lane)
+            self.table(sizes, G, M, N, row_end, tile_end, clusters, choice, lane)
         if cutlass.const_expr(split > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
             cute.arch.barrier()
 
+        work = (out, bias, scale_a, scale_b, G, N, K, out_stride, scale_g, scale_n, scale_k, clusters)
+        chosen = Int32(0)
+        if cutlass.const_expr(self.other is not None):
+            chosen = cute.arch.make_warp_uniform(choice[0])
+        if chosen == 0:
+            self.run(work, storage, tma_a, coordinates_a, tma_b, coordinates_b, thread, warp)
+        if cutlass.const_expr(self.other is not None):
+            if chosen == 1:
+                self.other.run(work, storage, other_tma_a, other_coordinates_a, tma_b, coordinates_b, thread, warp)
+        if warp < self.consumer_threads // 32:
+            groups.clear_rows(
+                out, out_stride, row_end[G - 1], M, N, cute.arch.block_idx()[0] * (self.consumer_threads // 32) + warp,
+                cute.arch.grid_dim()[0] * (self.consumer_threads // 32),
+            )  # fmt: skip
+
+    @cute.jit
+    def table(
+        self, sizes: cute.Pointer, G: Int32, M: Int32, N: Int32, row_end: cute.Pointer, tile_end: cute.Pointer, clusters: Int32,
+        choice: cute.Pointer, lane: Int32,
+    ):  # fmt: skip
+        """groups.build, and where there are other tokens, which of the two: choice[0] is 1 for those. One warp."""
+        tiles_n = cute.ceil_div(N, self.rows)
+        if cutlass.const_expr(self.other is not None):
+            groups.build(sizes, G, M, self.other.tokens, tiles_n, row_end, tile_end, lane)
+            cute.arch.sync_warp()
+            others = cute.ceil_div(tile_end[G - 1], clusters) * self.other.cost
+            cute.arch.sync_warp()
+            groups.build(sizes, G, M, self.tokens, tiles_n, row_end, tile_end, lane)
+            cute.arch.sync_warp()
+            better = Int32(0)
+            if others < cute.ceil_div(tile_end[G - 1], clusters) * self.cost:
+                better = Int32(1)
+                cute.arch.sync_warp()
+                groups.build(sizes, G, M, self.other.tokens, tiles_n, row_end, tile_end, lane)
+            if lane == 0:
+                choice[0] = better
+        else:
+            groups.build(sizes, G, M, self.tokens, tiles_n, row_end, tile_end, lane)
+
+    @cute.jit
+    def run(
+        self, work: tuple, storage, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
+        thread: Int32, warp: Int32,
+    ):  # fmt: skip
+        """All tiles of this CTA."""
+        out, bias, scale_a, scale_b, G, N, K, out_stride, scale_g, scale_n, scale_k, clusters = work
+        loader_a, loader_b, split = self.loader_a, self.loader_b, self.split
+        lane = thread % 32
+        layout_a, layout_b, read_b = loader_a.smem_layout(), loader_b.smem_layout(), loader_b.read_layout()
+        smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
+        smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        read_smem_b = storage.b.get_tensor(read_b.outer, swizzle=read_b.inner)
+        full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        ready, free = storage.ready.data_ptr(), storage.free.data_ptr()
+        row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
+        scales, partial = storage.scales.data_ptr(), storage.partial.data_ptr()
         part = Int32(0)
         if cutlass.const_expr(split > 1):
             part = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -178,7 +238,6 @@ class SwappedGroupedGemm:
         k_begin = k_tiles * part // split
         k_count = k_tiles * (part + 1) // split - k_begin
         num_tiles = tile_end[G - 1]
-        clusters = cute.arch.grid_dim()[0] // split
         tile = cute.arch.block_idx()[0] // split
         g = Int32(0)
 
@@ -308,10 +367,6 @@ class SwappedGroupedGemm:
                 reduction.arrive_cluster(free, split, 1, Int32(0), thread, self.consumer_threads, False)
                 turn += 1
                 tile += clusters
-            groups.clear_rows(
-                out, out_stride, row_end[G - 1], M, N, cute.arch.block_idx()[0] * (self.consumer_threads // 32) + warp,
-                cute.arch.grid_dim()[0] * (self.consumer_threads // 32),
-            )  # fmt: skip
             if cutlass.const_expr(split > 1):
                 if turn > 0:
                     cute.arch.mbarrier_wait(free, (turn - 1) % 2)
