@@ -179,7 +179,7 @@ class ScaleReader:
         for c in cutlass.range_constexpr(cute.size(of_columns, mode=[0])):
             block = Int32(0)
             if cutlass.const_expr(cute.size(of_columns, mode=[0]) > 1):
-                block = (self.column % SCALE_BLOCK + c * self.cell) // SCALE_BLOCK
+                block = (self.column // self.cell % (SCALE_BLOCK // self.cell) + c) // (SCALE_BLOCK // self.cell)
             quad = _load_quad(self.columns + slot * self.column_slot + block * self.column_block)
             for step in cutlass.range_constexpr(SCALE_STEPS):
                 of_columns[c, step] = quad[step]

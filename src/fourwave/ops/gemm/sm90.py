@@ -57,7 +57,7 @@ from fourwave.blocks.cutedsl import mma as mma_block
 from fourwave.blocks.cutedsl.epilogue import BUFFER_BYTES, Epilogue
 from fourwave.blocks.cutedsl.loaders import SCALE_BLOCK, SCALE_STEPS, ScaleLoader, TmaLoader
 from fourwave.blocks.cutedsl.mma import WARPGROUP
-from fourwave.blocks.cutedsl.schedule import tile_of
+from fourwave.blocks.cutedsl.schedule import bands, tile_in_bands
 from fourwave.ops.gemm.sm90_config import scale_slots
 
 TURN = 4  # named barriers of the pingpong order; those below belong to the epilogues
@@ -168,7 +168,7 @@ class Gemm:
         stream: cuda.CUstream,
     ):  # fmt: skip
         """a, b, out: bases; *_stride: elements between stored rows; bias, scale_*: not read where absent;
-        group: width of a band of clusters, see tile_of."""
+        group: width of a band of clusters, see blocks.cutedsl.schedule."""
         self.start(
             a, b, out, bias, scale_a, scale_b, M, N, K, a_stride, b_stride, out_stride, alpha, num_clusters, group, stream,
             None, None, None, None, None, None, None,
@@ -203,9 +203,12 @@ class Gemm:
                 *loader_sa.tma(loader_sa.matrix(scale_a.align(16), M, k_blocks, stride)),
                 *loader_sb.tma(loader_sb.matrix(scale_b.align(16), cute.ceil_div(N, SCALE_BLOCK), k_blocks, stride)),
             )
+        tiles_m = cute.ceil_div(M, geo.tile_m * geo.cluster_m)  # of clusters
+        tiles_n = cute.ceil_div(N // parts, self.out_tile_n * geo.cluster_n)
         self.kernel(
             tma_a, coordinates_a, tma_b, coordinates_b, tma_out, coordinates_out, *scale_tma, bias, scale_a, scale_b,
-            M, N, K, alpha, group, tma_z, coordinates_z, bias_grad, out_scale, out_amax, guard,
+            M, N, K, alpha, tiles_m * tiles_n, bands(tiles_m, tiles_n, group, geo.along), tma_z, coordinates_z, bias_grad,
+            out_scale, out_amax, guard,
         ).launch(
             grid=(num_clusters * geo.cluster_m * geo.cluster_n, 1, 1),
             block=(geo.threads, 1, 1),
@@ -220,7 +223,7 @@ class Gemm:
         self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
         tma_out: cute.CopyAtom, coordinates_out: cute.Tensor, tma_sa, coordinates_sa, tma_sb, coordinates_sb,
         bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, M: Int32, N: Int32, K: Int32, alpha: Float32,
-        group: Int32, tma_z, coordinates_z, bias_grad, out_scale, out_amax, guard,
+        num_tiles: Int32, divisors: tuple, tma_z, coordinates_z, bias_grad, out_scale, out_amax, guard,
     ):  # fmt: skip
         geo, loader_a, loader_b, epilogue = self.geo, self.loader_a, self.loader_b, self.epilogue
         thread = cute.arch.thread_idx()[0]
@@ -283,9 +286,6 @@ class Gemm:
         if cutlass.const_expr(self.promote):
             k_tiles = cute.ceil_div(k_tiles, SCALE_STEPS) * SCALE_STEPS  # past the end all is zero
         tile_slots = cute.ceil_div(k_tiles, SCALE_STEPS)
-        tiles_m = cute.ceil_div(M, geo.tile_m * geo.cluster_m)  # of clusters
-        tiles_n = cute.ceil_div(N // epilogue.parts, self.out_tile_n * geo.cluster_n)
-        num_tiles = tiles_m * tiles_n
         num_clusters = cute.arch.grid_dim()[0] // (geo.cluster_m * geo.cluster_n)
         first_tile = cute.arch.block_idx()[0] // (geo.cluster_m * geo.cluster_n)
         pipeline.pipeline_init_wait(cluster_shape_mn=(geo.cluster_m, geo.cluster_n))
@@ -322,7 +322,7 @@ class Gemm:
                 tile = first_tile
                 slot = Int32(0)
                 while tile < num_tiles:
-                    m_tile, n_tile = tile_of(tile, tiles_m, tiles_n, group, geo.along)
+                    m_tile, n_tile = tile_in_bands(tile, num_tiles, divisors, geo.along)
                     m_tile = m_tile * geo.cluster_m + place[0]
                     n_tile = n_tile * geo.cluster_n + place[1]
                     for k_tile in cutlass.range(k_tiles, unroll=1):
@@ -418,10 +418,10 @@ class Gemm:
                 release.advance(consumer * k_tiles)
                 if consumer == 1:
                     cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
+            next_m, next_n = tile_in_bands(tile, num_tiles, divisors, geo.along)
             while tile < num_tiles:
-                m_tile, n_tile = tile_of(tile, tiles_m, tiles_n, group, geo.along)
-                m_tile = m_tile * geo.cluster_m + place[0]
-                n_tile = n_tile * geo.cluster_n + place[1]
+                m_tile = next_m * geo.cluster_m + place[0]
+                n_tile = next_n * geo.cluster_n + place[1]
                 m0 = m_tile * geo.tile_m + row_block * geo.warpgroup_m
                 factors = epilogue.factors(scale_a, geo.warpgroup_m // 64, M, m0, alpha, thread % WARPGROUP)
                 if cutlass.const_expr(self.promote):
@@ -458,6 +458,8 @@ class Gemm:
                 if cutlass.const_expr(sums):
                     if n_tile == 0:
                         self.store_sums(totals, bias_grad, m0, M, thread % WARPGROUP)
+                # Here, among the instructions of the store, and not before the next tile's first products.
+                next_m, next_n = tile_in_bands(tile + stride, num_tiles, divisors, geo.along)
                 epilogue.store(
                     acc, mma, own_out, (tma_out, tma_z), (coordinates_out, coordinates_z), bias, scale_b, M, N, factors, m0,
                     n_tile * self.out_tile_n, thread % WARPGROUP, consumer, inverse, amax,
