@@ -263,6 +263,20 @@ def test_automatic_choice_takes_what_was_measured(monkeypatch: pytest.MonkeyPatc
         select.clear_cache()
 
 
+def test_tiles_are_stored_late_where_there_are_buffers_for_all_of_them() -> None:
+    """And only with promotion, whose totals are not where the next tile's products are summed."""
+    blocks = replace(
+        problem(), a_dtype=FP8[0], b_dtype=FP8[0], a_scaling="1x128", b_scaling="128x128", M=8192, N=8192, K=8192
+    )
+    late = {(c.tile_m, c.tile_n): sm90_config.stores_late(blocks, c) for c in candidates(blocks)}
+    assert late == {(128, 192): True, (256, 128): False, (128, 128): False, (64, 128): True}
+    pairs = replace(blocks, a_scaling="row", b_scaling="row", activation="swiglu")
+    assert not any(sm90_config.stores_late(pairs, c) for c in candidates(pairs) if c.tile_m == 256)
+    wide = replace(blocks, out_dtype=FP32)
+    assert not any(sm90_config.stores_late(wide, c) for c in candidates(wide))
+    assert not any(sm90_config.stores_late(problem(), c) for c in candidates(problem()))
+
+
 def test_the_default_is_one_of_the_candidates_and_allowed() -> None:
     shapes = [(1, 1, 1), (77, 145, 203), (1, 57344, 8192), (2**30, 8, 8), *(row.gemm("TN") for row in llm81())]
     for M, N, K in shapes:

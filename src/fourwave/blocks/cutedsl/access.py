@@ -82,6 +82,12 @@ def where_less(a: Int32, b: Int32, value: Int32, other: Int32):
     )
 
 
+def kept(value: Int32):
+    """The same value, which is then kept in a register: the compiler would read the thread's number anew in every loop, tens of
+    cycles, rather than keep what follows from it."""
+    return assembly("mov.b32 $0, $1;", "=r,r", [value], effects=True)
+
+
 def larger_halves(a: Int32, b: Int32):
     """The larger of the low and of the high halves, unsigned."""
     return assembly("max.u16x2 $0, $1, $2;", "=r,r,r", [a, b])

@@ -1,7 +1,8 @@
 """z = alpha * scale_a * scale_b * acc + bias, out = act(z) (+ out), in float32, rounded once (ties to even) when it is converted.
 
 Each consumer warpgroup stores by itself: 64 rows x 128 bytes at a time go through one of its shared-memory buffers, and
-TMA writes them out, clipping what lies outside the matrix, while the next ones are computed. `accumulate` is TMA's
+TMA writes them out, clipping what lies outside the matrix, while the next ones are computed; where there are buffers for all of
+a tile, they are filled at once and the next tile begins. `accumulate` is TMA's
 reduction: memory adds the float32 that arrives, so no addend is read here. As PTX says of that addition, subnormals count
 as zeros. z is stored likewise, where it is asked for. Of swiglu the left half of a tile's columns is the gate, the right
 one what it multiplies: a thread has both of each output in its registers. A quantized out has codes of out / out_scale, and
@@ -83,10 +84,12 @@ class Output:
     """A matrix on its way from registers to global memory: 64 rows x 128 bytes at a time, of 8-bit elements 64 bytes.
 
     reduce  memory adds what arrives
+    box     rows that TMA stores at a time: a warpgroup's 64, or a warp's 16
     """
 
     dtype: type
     reduce: bool = False
+    box: int = ROWS
 
     @property
     def columns(self) -> int:
@@ -103,11 +106,13 @@ class Output:
         """Of one thread in a piece."""
         return ROWS * self.columns // WARPGROUP
 
+    def _atom(self):
+        kinds = warpgroup.SmemLayoutAtomKind
+        return warpgroup.make_smem_layout_atom(kinds.K_SW128 if self.per_buffer == 1 else kinds.K_SW64, self.dtype)
+
     def smem_layout(self, buffers):
         """[64, columns, piece], swizzled against bank conflicts as TMA undoes it; buffer i begins with piece i * per_buffer."""
-        kinds = warpgroup.SmemLayoutAtomKind
-        atom = warpgroup.make_smem_layout_atom(kinds.K_SW128 if self.per_buffer == 1 else kinds.K_SW64, self.dtype)
-        return cute.tile_to_shape(atom, (ROWS, self.columns, buffers * self.per_buffer), order=(0, 1, 2))
+        return cute.tile_to_shape(self._atom(), (ROWS, self.columns, buffers * self.per_buffer), order=(0, 1, 2))
 
     def matrix(self, pointer, M, N, row_stride):
         row_stride = cute.assume(row_stride, divby=128 // self.dtype.width)
@@ -121,8 +126,8 @@ class Output:
 
     def tma(self, matrix):
         op = cpasync.CopyReduceBulkTensorTileS2GOp() if self.reduce else cpasync.CopyBulkTensorTileS2GOp()
-        piece = cute.slice_(self.smem_layout(1), (None, None, 0))
-        return cpasync.make_tiled_tma_atom(op, matrix, piece, (ROWS, self.columns))
+        piece = cute.tile_to_shape(self._atom(), (self.box, self.columns), order=(0, 1))
+        return cpasync.make_tiled_tma_atom(op, matrix, piece, (self.box, self.columns))
 
     def register_copy(self, mma):
         """Registers to shared memory: stmatrix for two-byte elements, pairs of others."""
@@ -134,11 +139,12 @@ class Output:
         accumulator = cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), cutlass.Float16)
         return cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(accumulator, mma))
 
-    def partition(self, atom, coordinates, smem):
-        """(shared [copy, piece], global [copy, 64-row tile, column tile (, part)])."""
-        tiles = cute.local_tile(coordinates, (ROWS, self.columns), (None,) * cute.rank(coordinates))
+    def partition(self, atom, coordinates, smem, part: Int32 | int = 0):
+        """(shared [copy, piece], global [copy, tile of `box` rows, column tile (, part)]); part: of a piece's rows."""
+        own = cute.local_tile(smem, (self.box, self.columns, cute.size(smem, mode=[2])), (part, 0, 0))
+        tiles = cute.local_tile(coordinates, (self.box, self.columns), (None,) * cute.rank(coordinates))
         return cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+            atom, 0, cute.make_layout(1), cute.group_modes(own, 0, 2), cute.group_modes(tiles, 0, 2)
         )
 
 
@@ -147,6 +153,7 @@ class Epilogue:
     """What happens to the accumulator of a warpgroup; dtypes are CuTe DSL element types.
 
     buffers  shared-memory buffers of 64 rows x 128 bytes per warpgroup
+    by_warp  whether each warp stores its 16 rows of a piece when they are there, without a barrier of the warpgroup
     row_scaled, column_scaled  whether each row, each column of the accumulator has a float32 factor of its own
     codes    of a quantized out, whose out_dtype is then Uint8, or None
     z_dtype  of the z that is stored, or None
@@ -161,14 +168,20 @@ class Epilogue:
     column_scaled: bool
     codes: convert.Codes | None = None
     z_dtype: type | None = None
+    by_warp: bool = False
+
+    @property
+    def box(self) -> int:
+        """Rows that TMA stores at a time."""
+        return ROWS * 32 // WARPGROUP if self.by_warp else ROWS
 
     @property
     def out(self) -> Output:
-        return Output(self.out_dtype, self.accumulate)
+        return Output(self.out_dtype, self.accumulate, self.box)
 
     @property
     def z(self) -> Output | None:
-        return None if self.z_dtype is None else Output(self.z_dtype)
+        return None if self.z_dtype is None else Output(self.z_dtype, box=self.box)
 
     @property
     def paired(self) -> bool:
@@ -183,6 +196,13 @@ class Epilogue:
     def columns(self) -> int:
         """Of out that are computed at a time."""
         return max(self.out.columns, 0 if self.z is None else self.z.columns)
+
+    def pieces(self, blocks: int, columns: int) -> int:
+        """That a warpgroup stores, each through a buffer, of as many 64-row blocks and columns of the product."""
+        count = columns // self.parts // self.out.columns
+        if self.z is not None:
+            count += columns // self.z.columns
+        return blocks * count
 
     def smem(self, storage, warpgroups: int, consumer: Int32):
         """A warpgroup's buffers out of those of all, as out's pieces and as z's (or None)."""
@@ -278,47 +298,71 @@ class Epilogue:
         return cute.recast_tensor(words, Uint8)
 
     @cute.jit
-    def _send(
-        self, output: cutlass.Constexpr, atom: cute.CopyAtom, copy: cute.TiledCopy, targets: cute.Tensor,
-        shared: cute.Tensor, target: cute.Tensor, values: cute.Tensor, first: cutlass.Constexpr,
-        buffer: cutlass.Constexpr, issuer, barrier: Int32,
-    ):  # fmt: skip
-        """Store values[first ...], a thread's share of a piece, to target [copy], through a buffer.
+    def _meet(self, barrier: Int32):
+        """Of those who store together."""
+        if cutlass.const_expr(self.by_warp):
+            cute.arch.sync_warp()
+        else:
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
 
-        A buffer is written once the store from it `buffers` steps ago has been read out. The thread that issued it
-        waits for that, the barrier tells the others; a second barrier, after each thread's fence, gives the buffer to TMA.
-        """
-        piece = buffer * output.per_buffer
+    @cute.jit
+    def _await_buffers(self, in_flight: cutlass.Constexpr, thread: Int32, barrier: Int32):
+        """Until TMA has read all buffers but those of the last `in_flight` groups of stores: their issuer waits, and tells."""
+        if cutlass.const_expr(self.by_warp):
+            cute.arch.cp_async_bulk_wait_group(in_flight, read=True)
+        elif cute.arch.make_warp_uniform(thread // 32) == 0:
+            cute.arch.cp_async_bulk_wait_group(in_flight, read=True)
+        self._meet(barrier)
+
+    @cute.jit
+    def _write(
+        self, output: cutlass.Constexpr, copy: cute.TiledCopy, targets: cute.Tensor, values: cute.Tensor,
+        first: cutlass.Constexpr, piece: cutlass.Constexpr,
+    ):  # fmt: skip
+        """values[first ...], a thread's share of a piece, to shared memory."""
         source = cute.make_rmem_tensor(targets[(None, None, None, 0)].shape, output.dtype)
         for v in cutlass.range_constexpr(output.values):
             source[v] = values[first + v]
-        if issuer:
-            cute.arch.cp_async_bulk_wait_group(self.buffers - 1, read=True)
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
         cute.copy(copy, source, targets[(None, None, None, piece)])
+
+    @cute.jit
+    def _issue(self, written: cutlass.Constexpr, thread: Int32, barrier: Int32, sends=None):
+        """Have TMA store what has been written: (copy atom, source, target) of each piece, as one group. sends: as in store."""
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-        if issuer:
-            cute.copy(atom, shared[(None, piece)], target)
+        self._meet(barrier)
+        if cutlass.const_expr(self.by_warp):
+            if cutlass.const_expr(sends is None):
+                for atom, source, target in written:
+                    cute.copy(atom, source, target)
+            elif sends:
+                for atom, source, target in written:
+                    cute.copy(atom, source, target)
+            cute.arch.cp_async_bulk_commit_group()
+        elif cute.arch.make_warp_uniform(thread // 32) == 0:
+            for atom, source, target in written:
+                cute.copy(atom, source, target)
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
     def store(
         self, acc: cute.Tensor, mma: cute.TiledMma, smem: tuple, atoms: tuple, coordinates: tuple,
         bias: cute.Pointer, scales: cute.Pointer, M: Int32, N: Int32, factors: cute.Tensor, m0: Int32, n0: Int32,
-        thread: Int32, consumer: Int32, inverse, amax,
+        thread: Int32, warp: Int32, consumer: Int32, inverse, amax, sends=None,
     ):  # fmt: skip
         """Store this warpgroup's accumulators, whose first element is row m0, column n0 of the output.
+
+        A buffer is written once the store that was in it has been read out. Where a tile has more pieces than there are
+        buffers, they take turns, and each piece waits for the one `buffers` before it; else all are written, then stored.
 
         acc     [mma values, 64-row blocks, 1]; a thread's values of a block, in order: for each 8 columns, columns
                 2 * (lane % 4) + {0, 1} of row lane / 4 and of row lane / 4 + 8 (PTX ISA, wgmma's D fragment). Of swiglu
                 the second half of the columns belongs to column N / 2 + n0 of the product and those after it
         scales  of the columns; factors: of the rows
         smem, atoms, coordinates  of out, and of z or None; smem: this warpgroup's buffers (smem)
-        thread  in the warpgroup; consumer: its number, which names its barrier
+        thread, warp  in the warpgroup; consumer: its number, which names its barrier
         inverse, amax  of a quantized out: 1 / out_scale, and the largest magnitude so far [1], both the bits of a float32
+        sends   None, or whether there is a tile: else m0 is -1, n0 is 0, and what is in acc goes into the buffers and no further
         """
-        issuer = cute.arch.make_warp_uniform(thread // 32) == 0
         barrier = 1 + consumer
         out, z = self.out, self.z
         per_step = ROWS * self.columns // WARPGROUP  # values of one thread
@@ -327,17 +371,26 @@ class Epilogue:
         per_part = per_block // self.parts
         out_copy = out.register_copy(mma)
         out_targets = out_copy.get_slice(thread).partition_D(smem[0])
-        out_shared, out_global = out.partition(atoms[0], coordinates[0], smem[0])
+        part, boxes = 0, 1
+        if cutlass.const_expr(self.by_warp):
+            part, boxes = warp, WARPGROUP // 32
+        out_shared, out_global = out.partition(atoms[0], coordinates[0], smem[0], part)
         if cutlass.const_expr(z is not None):
             z_copy = z.register_copy(mma)
             z_targets = z_copy.get_slice(thread).partition_D(smem[1])
-            z_shared, z_global = z.partition(atoms[1], coordinates[1], smem[1])
+            z_shared, z_global = z.partition(atoms[1], coordinates[1], smem[1], part)
             z_pieces = self.columns // z.columns
         out_pieces = self.columns // out.columns
-        row_tile = m0 // ROWS
+        row_tile = m0 // self.box + part
         row = m0 + thread // 32 * 16 + thread % 32 // 4
+        if cutlass.const_expr(sends is not None):
+            M = M if sends else Int32(0)  # for amax
         pair = n0 + 2 * (thread % 4)
+        whole = self.pieces(blocks, per_block * WARPGROUP // ROWS) == self.buffers
+        if cutlass.const_expr(whole):
+            self._await_buffers(0, thread, barrier)
         sent = 0
+        written = []
         for step in cutlass.range_constexpr(per_part // per_step):
             column = pair + step * self.columns
             of_columns = None
@@ -345,22 +398,27 @@ class Epilogue:
                 of_columns = self._of_columns(bias, scales, column, N)
             for block in cutlass.range_constexpr(blocks):
                 vectors = ()
-                for part in cutlass.range_constexpr(self.parts):
-                    first = block * per_block + part * per_part + step * per_step
+                for half in cutlass.range_constexpr(self.parts):
+                    first = block * per_block + half * per_part + step * per_step
                     if cutlass.const_expr(self.paired):
                         # For each block anew: both halves' take more registers than there are.
-                        of_columns = self._of_columns(bias, scales, part * (N // 2) + column, N)
+                        of_columns = self._of_columns(bias, scales, half * (N // 2) + column, N)
                     vector = self._values(acc, first, block, factors, of_columns)
                     vectors = (*vectors, vector)
                     if cutlass.const_expr(z is not None):
                         converted = cute.make_rmem_tensor(per_step, z.dtype)
                         converted.store(vector.to(z.dtype))
                         for piece in cutlass.range_constexpr(z_pieces):
+                            if cutlass.const_expr(not whole):
+                                self._await_buffers(self.buffers - 1, thread, barrier)
+                            place = sent % self.buffers * z.per_buffer
+                            self._write(z, z_copy, z_targets, converted, piece * z.values, place)
                             tile = n0 // z.columns + step * z_pieces + piece
-                            self._send(
-                                z, atoms[1], z_copy, z_targets, z_shared, z_global[(None, row_tile + block, tile, part)],
-                                converted, piece * z.values, sent % self.buffers, issuer, barrier,
-                            )  # fmt: skip
+                            target = z_global[(None, row_tile + block * boxes, tile, half)]
+                            written.append((atoms[1], z_shared[(None, place)], target))
+                            if cutlass.const_expr(not whole):
+                                self._issue(written, thread, barrier, sends)
+                                written = []
                             sent += 1
                 if cutlass.const_expr(self.paired):
                     result = activate(vectors[0], "silu") * vectors[1]
@@ -372,12 +430,19 @@ class Epilogue:
                     converted = cute.make_rmem_tensor(per_step, out.dtype)
                     converted.store(result.to(out.dtype))
                 for piece in cutlass.range_constexpr(out_pieces):
+                    if cutlass.const_expr(not whole):
+                        self._await_buffers(self.buffers - 1, thread, barrier)
+                    place = sent % self.buffers * out.per_buffer
+                    self._write(out, out_copy, out_targets, converted, piece * out.values, place)
                     tile = n0 // out.columns + step * out_pieces + piece
-                    self._send(
-                        out, atoms[0], out_copy, out_targets, out_shared, out_global[(None, row_tile + block, tile)],
-                        converted, piece * out.values, sent % self.buffers, issuer, barrier,
-                    )  # fmt: skip
+                    target = out_global[(None, row_tile + block * boxes, tile)]
+                    written.append((atoms[0], out_shared[(None, place)], target))
+                    if cutlass.const_expr(not whole):
+                        self._issue(written, thread, barrier, sends)
+                        written = []
                     sent += 1
+        if cutlass.const_expr(whole):
+            self._issue(written, thread, barrier, sends)
 
     @cute.jit
     def finish_amax(self, target: cute.Pointer, amax: cute.Tensor, thread: Int32):
@@ -390,5 +455,7 @@ class Epilogue:
     @cute.jit
     def drain(self, thread: Int32):
         """Before a warpgroup ends: its buffers must have been read."""
-        if cute.arch.make_warp_uniform(thread // 32) == 0:
+        if cutlass.const_expr(self.by_warp):
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        elif cute.arch.make_warp_uniform(thread // 32) == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)

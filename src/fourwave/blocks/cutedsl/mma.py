@@ -195,25 +195,44 @@ def scale_reader(scales_a: cute.Tensor, scales_b: cute.Tensor, row: Int32, colum
 
 
 @cute.jit
+def _multiply_scales(factors: cute.Tensor, of_rows: cute.Tensor, of_columns: cute.Tensor, step: cutlass.Constexpr):
+    for half in cutlass.range_constexpr(2):
+        for block in cutlass.range_constexpr(cute.size(of_rows, mode=[1])):
+            for c in cutlass.range_constexpr(cute.size(of_columns, mode=[0])):
+                factors[half, block, c] = of_rows[half, block, step] * of_columns[c, step]
+
+
+@cute.jit
 def _promoted_step(
     pipe, read, ready, mma: cute.TiledMma, total: cute.Tensor, acc: list, a: tuple, b: tuple, factors, scales, of_rows, of_columns,
-    cell: cutlass.Constexpr, step: cutlass.Constexpr, lead: tuple,
+    cell: cutlass.Constexpr, step: cutlass.Constexpr, lead: tuple, behind: cutlass.Constexpr = False, slot=None, unfinished=None,
 ):  # fmt: skip
     """One k step of accumulate_promoted; returns the pipeline state and whether the next stage is there.
 
     lead    empty, or (when, named barrier): where this warpgroup arrives when its first sums are there
+    behind  whether scales are read (where there is a `slot`) and multiplied behind the first wgmmas, or (read) before
     """
     pipe.consumer_wait(read, ready)
     parts = len(b)
-    if cutlass.const_expr(scales is not None):
-        for half in cutlass.range_constexpr(2):
-            for block in cutlass.range_constexpr(len(a)):
-                for c in cutlass.range_constexpr(cute.size(of_columns, mode=[0])):
-                    factors[half, block, c] = of_rows[half, block, step] * of_columns[c, step]
+    if cutlass.const_expr(scales is not None and not behind):
+        _multiply_scales(factors, of_rows, of_columns, step)
     for block in cutlass.range_constexpr(len(a)):
         warpgroup.fence()
         for part in cutlass.range_constexpr(parts):
             multiply(mma, acc[part], a[block], b[part], read.index, True)
+        if cutlass.const_expr(behind):
+            # ptxas moves no access to memory across it, between these wgmmas.
+            cute.arch.sync_warp()
+            if cutlass.const_expr(unfinished is not None and block == 0):
+                epilogue, arguments, exists = unfinished
+                for v in cutlass.range_constexpr(cute.size(total)):
+                    total[v] = _pinned(total[v])
+                epilogue.store(*arguments, exists)
+                total.fill(0.0)
+            if cutlass.const_expr(scales is not None and block == 0):
+                if cutlass.const_expr(slot is not None):
+                    scales.read(of_rows, of_columns, slot)
+                _multiply_scales(factors, of_rows, of_columns, step)
         for part in cutlass.range_constexpr(parts):
             warpgroup.wait_group(parts - 1 - part)
             if cutlass.const_expr(len(lead) > 0 and block == 0 and part == 0):
@@ -231,6 +250,27 @@ def _promoted_step(
 
 
 @cute.jit
+def _promoted_steps(
+    pipe, read, ready, mma: cute.TiledMma, total: cute.Tensor, acc: list, a: tuple, b: tuple, factors, scales, of_rows, of_columns,
+    cell: cutlass.Constexpr, slot: Int32, turns: Int32, lead: tuple, behind: cutlass.Constexpr, unfinished,
+):  # fmt: skip
+    """SCALE_STEPS steps, whose number in units of those is `turns`; see _promoted_step."""
+    of_turn = None
+    if cutlass.const_expr(scales is not None):
+        of_turn = (slot + turns) % scales.slots
+        if cutlass.const_expr(not behind):
+            pipe.consumer_wait(read, ready)
+            ready = cutlass.Boolean(True)
+            scales.read(of_rows, of_columns, of_turn)
+    for step in cutlass.range_constexpr(SCALE_STEPS):
+        read, ready = _promoted_step(
+            pipe, read, ready, mma, total, acc, a, b, factors, scales, of_rows, of_columns, cell, step,
+            lead if step == 0 else (), behind, of_turn if step == 0 else None, unfinished if step == 0 else None,
+        )  # fmt: skip
+    return read, ready
+
+
+@cute.jit
 def pass_by(pipe, read, ready):
     """A stage that nobody needs; returns what _promoted_step does."""
     pipe.consumer_wait(read, ready)
@@ -243,6 +283,7 @@ def pass_by(pipe, read, ready):
 def accumulate_promoted(
     pipe, read, mma_of: cutlass.Constexpr, total: cute.Tensor, a: tuple, b: tuple, columns: cutlass.Constexpr, k_tiles: Int32, scales,
     slot: Int32, stagger: cutlass.Constexpr, consumer: Int32, turn: cutlass.Constexpr, tail: cutlass.Constexpr = False,
+    behind: cutlass.Constexpr = False, unfinished=None,
 ):  # fmt: skip
     """total = a @ b, where the matrix unit sums one stage at a time and float32 additions sum the stages.
 
@@ -264,6 +305,9 @@ def accumulate_promoted(
     scales        None, or a ScaleReader: each stage's sums are multiplied by those of a's rows and of b's columns.
                   slot: where the tile's first ones are
     turn          named barrier of the stagger
+    behind        scales are read and multiplied behind a step's first wgmmas: nothing keeps those waiting
+    unfinished    None, or, with `behind`, (epilogue, what its `store` takes, whether there is one): the tile before, which is in
+                  `total` still and is stored while this one's first wgmmas run
     """
     parts = len(b)
     mma = mma_of()
@@ -276,7 +320,8 @@ def accumulate_promoted(
         factors = cute.make_rmem_tensor((2, len(a), columns // cell), Float32)
         of_rows = cute.make_rmem_tensor((2, len(a), SCALE_STEPS), Float32)
         of_columns = cute.make_rmem_tensor((columns // cell, SCALE_STEPS), Float32)
-    total.fill(0.0)
+    if cutlass.const_expr(unfinished is None):
+        total.fill(0.0)
     # Else the first could arrive for two tiles before the second waits for one.
     late = k_tiles >= max(pipe.num_stages, SCALE_STEPS)
     if cutlass.const_expr(stagger):
@@ -284,18 +329,22 @@ def accumulate_promoted(
             cute.arch.barrier(barrier_id=turn, number_of_threads=2 * WARPGROUP)
     ready = pipe.consumer_try_wait(read)
     whole = k_tiles // SCALE_STEPS
-    for turns in cutlass.range(whole, unroll=1):
-        for step in cutlass.range_constexpr(SCALE_STEPS):
-            if cutlass.const_expr(step == 0 and scales is not None):
-                pipe.consumer_wait(read, ready)
-                ready = cutlass.Boolean(True)
-                scales.read(of_rows, of_columns, (slot + turns) % scales.slots)
-            lead = ()
-            if cutlass.const_expr(step == 0 and stagger):
-                lead = late & (consumer == 0) & (turns == 0), turn
-            read, ready = _promoted_step(
-                pipe, read, ready, mma, total, acc, a, b, factors, scales, of_rows, of_columns, cell, step, lead
-            )
+    begin = 0
+    if cutlass.const_expr(unfinished is not None):
+        # Turns of its own: in a branch of the loop, the store would take more registers than there are.
+        assert not tail
+        begin = 1
+        read, ready = _promoted_steps(
+            pipe, read, ready, mma, total, acc, a, b, factors, scales, of_rows, of_columns, cell, slot, Int32(0),
+            (late & (consumer == 0), turn) if stagger else (), behind, unfinished,
+        )  # fmt: skip
+    for turns in cutlass.range(begin, whole, unroll=1):
+        lead = ()
+        if cutlass.const_expr(stagger and unfinished is None):
+            lead = late & (consumer == 0) & (turns == 0), turn
+        read, ready = _promoted_steps(
+            pipe, read, ready, mma, total, acc, a, b, factors, scales, of_rows, of_columns, cell, slot, turns, lead, behind, None
+        )  # fmt: skip
     if cutlass.const_expr(tail):
         rest = k_tiles - whole * SCALE_STEPS
         if rest > 0:

@@ -19,7 +19,8 @@ cluster c computes tiles c, c + clusters, ... of the walk in blocks.cutedsl.sche
 Producer, for every tile and k step: wait until the stage is empty, then TMA both operands' tiles into it; with every
 fourth, the scales of four steps (blocks.cutedsl.loaders.ScaleLoader).
 Consumer, for every tile: for each k step wait until the stage is full, issue its wgmmas, wait for those of the step
-before, release that one's stage; then the epilogue. Cooperative: all consumers take the same stages, each its own rows.
+before, release that one's stage; then the epilogue (with promotion and buffers for all of a tile: while the next tile's first
+products run; of 64 rows). Cooperative: all consumers take the same stages, each its own rows.
 Pingpong: consumer i takes tiles i, i + 2, ... of the CTA and skips the other's stages, so one tile's epilogue runs beside
 the next one's products.
 
@@ -52,7 +53,7 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
-from fourwave.blocks.cutedsl import convert
+from fourwave.blocks.cutedsl import access, convert
 from fourwave.blocks.cutedsl import mma as mma_block
 from fourwave.blocks.cutedsl.epilogue import BUFFER_BYTES, Epilogue
 from fourwave.blocks.cutedsl.loaders import SCALE_BLOCK, SCALE_STEPS, ScaleLoader, TmaLoader
@@ -152,6 +153,13 @@ class Gemm:
     @property
     def stagger(self) -> bool:
         return self.geo.consumers == 2
+
+    @property
+    def late(self) -> bool:
+        """Whether a tile is stored while the next one's first products run: where its totals are in registers of their own, those
+        of one 64-row block, or the store's values have none, and there are buffers for all of it."""
+        geo = self.geo
+        return self.promote and geo.warpgroup_m == 64 and self.epilogue.pieces(1, geo.tile_n) == self.epilogue.buffers
 
     @property
     def scale_loaders(self) -> tuple[ScaleLoader, ScaleLoader]:
@@ -364,6 +372,8 @@ class Gemm:
             # Consumers.
             cute.arch.setmaxregister_increase(consumer_registers)
             consumer = warpgroup_index - 1
+            if cutlass.const_expr(self.promote):
+                thread = access.kept(thread)
             mma = self.mma()
             slice_ = mma.get_slice(0)
             row_block = Int32(0)
@@ -418,6 +428,10 @@ class Gemm:
                 release.advance(consumer * k_tiles)
                 if consumer == 1:
                     cute.arch.barrier_arrive(barrier_id=TURN, number_of_threads=2 * WARPGROUP)
+            last_m0, last_n0 = Int32(-1), Int32(0)  # of the tile that waits for its store: none
+            last_factors = cute.make_rmem_tensor((2, geo.warpgroup_m // 64), Float32)
+            last_factors.fill(alpha)
+            acc.fill(0.0)
             next_m, next_n = tile_in_bands(tile, num_tiles, divisors, geo.along)
             while tile < num_tiles:
                 m_tile = next_m * geo.cluster_m + place[0]
@@ -429,9 +443,16 @@ class Gemm:
                     reader = None
                     if cutlass.const_expr(self.scaled):
                         reader = mma_block.scale_reader(scales_a, scales_b, row, n_tile * geo.tile_n, geo.tile_n)
+                    unfinished = None
+                    if cutlass.const_expr(self.late):
+                        arguments = (
+                            acc, mma, own_out, (tma_out, tma_z), (coordinates_out, coordinates_z), bias, scale_b, M, N, last_factors,
+                            last_m0, last_n0, thread % WARPGROUP, warp % 4, consumer, inverse, amax,
+                        )  # fmt: skip
+                        unfinished = epilogue, arguments, last_m0 >= 0
                     read = mma_block.accumulate_promoted(
                         pipe, read, self.mma, acc, blocks_a, parts_b, geo.tile_n, k_tiles, reader, slot, self.stagger, consumer,
-                        TURN,
+                        TURN, behind=True, unfinished=unfinished,
                     )  # fmt: skip
                     slot = (slot + tile_slots) % slots
                 else:
@@ -460,14 +481,24 @@ class Gemm:
                         self.store_sums(totals, bias_grad, m0, M, thread % WARPGROUP)
                 # Here, among the instructions of the store, and not before the next tile's first products.
                 next_m, next_n = tile_in_bands(tile + stride, num_tiles, divisors, geo.along)
-                epilogue.store(
-                    acc, mma, own_out, (tma_out, tma_z), (coordinates_out, coordinates_z), bias, scale_b, M, N, factors, m0,
-                    n_tile * self.out_tile_n, thread % WARPGROUP, consumer, inverse, amax,
-                )  # fmt: skip
+                if cutlass.const_expr(self.late):
+                    last_m0, last_n0 = m0, n_tile * self.out_tile_n
+                    last_factors.store(factors.load())
+                else:
+                    epilogue.store(
+                        acc, mma, own_out, (tma_out, tma_z), (coordinates_out, coordinates_z), bias, scale_b, M, N, factors, m0,
+                        n_tile * self.out_tile_n, thread % WARPGROUP, warp % 4, consumer, inverse, amax,
+                    )  # fmt: skip
                 if cutlass.const_expr(geo.pingpong):
                     read.advance((geo.consumers - 1) * k_tiles)
                     release.advance((geo.consumers - 1) * k_tiles)
                 tile += stride
+            if cutlass.const_expr(self.late):
+                if last_m0 >= 0:
+                    epilogue.store(
+                        acc, mma, own_out, (tma_out, tma_z), (coordinates_out, coordinates_z), bias, scale_b, M, N, last_factors,
+                        last_m0, last_n0, thread % WARPGROUP, warp % 4, consumer, inverse, amax,
+                    )  # fmt: skip
             if cutlass.const_expr(epilogue.codes is not None):
                 epilogue.finish_amax(out_amax, amax, thread)
             epilogue.drain(thread % WARPGROUP)

@@ -139,6 +139,11 @@ def stores(problem: GemmProblem, config: HopperConfig) -> int:
     return config.warpgroup_m // STORE_ROWS * count
 
 
+def stores_late(problem: GemmProblem, config: HopperConfig) -> bool:
+    """Whether a tile is stored while the next one's first products run (sm90.Gemm.late)."""
+    return promotes(problem) and config.warpgroup_m == STORE_ROWS and stores(problem, config) == config.store_stages
+
+
 def more_outputs(problem: GemmProblem) -> bool:
     """Whether the kernel has arguments for z, the bias gradient, and the scale and amax of a quantized out."""
     return not (problem.preactivation_dtype is problem.bias_grad_dtype is problem.out_scaling is None)
@@ -620,7 +625,7 @@ _RATES = {
 }  # fmt: skip
 # With scales of blocks, by tile_m, tile_n and cluster.
 _BLOCK_RATES = {
-    (128, 192, 2, 1): 1.0, (128, 192, 1, 2): 0.997, (256, 128, 1, 2): 0.987, (256, 128, 2, 1): 0.984, (128, 128, 2, 1): 0.933,
+    (128, 192, 2, 1): 1.0, (128, 192, 1, 2): 0.997, (256, 128, 1, 2): 0.99, (256, 128, 2, 1): 0.987, (128, 128, 2, 1): 0.933,
     (64, 128, 1, 1): 0.61,
 }  # fmt: skip
 # SQUARE hides its stores and reads more shared memory per product than WIDE. The first outweighs the second where tiles
@@ -751,9 +756,9 @@ def _seconds(problem: GemmProblem, config: HopperConfig, few_bits: bool) -> tupl
     k_steps = -(-problem.K // config.tile_k)
     multiply = 2 * area * k_steps * config.tile_k / (_SM_FLOPS * _rate(problem, config, few_bits))
     store = _STORE_SECONDS * area / (256 * 128)
-    # Pingpong hides every store but the last behind the other warpgroup's products.
-    stores = per_cta if config.schedule == "cooperative" else 1
-    return per_cta * multiply + stores * store, per_cta
+    # Pingpong hides every store but the last behind the other warpgroup's products, late stores hide behind their own.
+    count = 1 if config.schedule == "pingpong" or stores_late(problem, config) else per_cta
+    return per_cta * multiply + count * store, per_cta
 
 
 @functools.lru_cache(maxsize=4096)

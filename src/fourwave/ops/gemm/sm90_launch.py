@@ -166,6 +166,7 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
                 spec.b_scaling == "row",
                 codes,
                 z_type,
+                spec.promote,
             ),
             spec.a_scaling,
             spec.b_scaling,
