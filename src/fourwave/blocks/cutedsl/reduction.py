@@ -2,6 +2,9 @@
 
 Each CTA writes its part, transposed, into its shared memory: partial[token, row], padded so that neither side has bank
 conflicts. CTA r then reads tokens r, r + split, ... of all CTAs, 4 rows per thread, and stores them.
+
+Or each sends the others what is theirs (send_parts), into their inboxes, whose mbarrier counts the bytes: an arrival at the
+cluster's barrier that publishes what was written before waits for all memory, and the last one for out, too.
 """
 
 import cutlass
@@ -18,6 +21,76 @@ QUAD = 4  # rows of a thread: 16 bytes
 
 def partial_elements(rows, tokens):
     return tokens * (rows + PAD)
+
+
+def inbox_elements(rows, tokens, split):
+    """Of the parts of this CTA's tokens that all CTAs of a cluster hold, [rank, token // split, row]."""
+    return split * partial_elements(rows, -(-tokens // split))
+
+
+def own_tokens(tokens, rank, split):
+    """How many of `tokens` are rank's."""
+    return (tokens - rank + split - 1) // split
+
+
+@dsl_user_op
+def _send_quad(target: cute.Pointer, barrier: cute.Pointer, values: list, rank: Int32, *, loc=None, ip=None) -> None:
+    """Four float32 to where `target` is in the shared memory of CTA `rank` of the cluster, whose `barrier` counts the 16 bytes."""
+    llvm.inline_asm(
+        None,
+        [
+            target.toint(loc=loc, ip=ip).to(Int32, loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+            barrier.toint(loc=loc, ip=ip).to(Int32, loc=loc, ip=ip).ir_value(loc=loc, ip=ip),
+            Int32(rank).ir_value(loc=loc, ip=ip),
+            *[Float32(value).ir_value(loc=loc, ip=ip) for value in values],
+        ],
+        "{ .reg .b32 t, b; mapa.shared::cluster.u32 t, $0, $2; mapa.shared::cluster.u32 b, $1, $2; "
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [t], {$3, $4, $5, $6}, [b]; }",
+        "r,r,r,f,f,f,f,~{memory}",
+        has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
+    )
+
+
+@cute.jit
+def _sum_of_slots(
+    total: cute.Tensor, partial: cute.Pointer, place: Int32, elements: cutlass.Constexpr, slots: cutlass.Constexpr
+):
+    """total = quad `place` of `slots` parts of `elements` each, one after the other, added in turn."""
+    for slot in cutlass.range_constexpr(slots):
+        source = cute.make_tensor(partial + slot * elements, cute.make_layout(elements))
+        values = cute.make_rmem_tensor(QUAD, Float32)
+        cute.autovec_copy(cute.local_tile(source, (QUAD,), (place,)), values)
+        if cutlass.const_expr(slot == 0):
+            total.store(values.load())
+        else:
+            total.store(total.load() + values.load())
+
+
+@cute.jit
+def send_parts(
+    partial: cute.Pointer, inbox: cute.Pointer, barrier: cute.Pointer, end: Int32, part: Int32, thread: Int32,
+    width: cutlass.Constexpr, tokens: cutlass.Constexpr, split: cutlass.Constexpr, threads: cutlass.Constexpr,
+    slots: cutlass.Constexpr,
+):  # fmt: skip
+    """Send CTA part + 1, part + 2, ... of the cluster the sums of their tokens, of the first `end`.
+
+    inbox, barrier  as others have them; see add_and_store for the rest
+    """
+    pitch = width + PAD
+    quads = width // QUAD
+    of_rank = partial_elements(width, -(-tokens // split))
+    for distance in cutlass.range_constexpr(1, split):
+        owner = (part + distance) % split
+        for i in cutlass.range(thread, own_tokens(end, owner, split) * quads, threads, unroll=1):
+            token = i // quads
+            total = cute.make_rmem_tensor(QUAD, Float32)
+            place = (token * split + owner) * (pitch // QUAD) + i % quads
+            _sum_of_slots(total, partial, place, partial_elements(width, tokens), slots)
+            target = inbox + (part * of_rank + token * pitch + i % quads * QUAD)
+            _send_quad(target, barrier, [total[v] for v in range(QUAD)], owner)
 
 
 @cute.jit
@@ -85,17 +158,21 @@ def add_and_store(
     rows: cutlass.Constexpr, width: cutlass.Constexpr, tokens: cutlass.Constexpr, split: cutlass.Constexpr, threads: cutlass.Constexpr,
     bias_dtype: cutlass.Constexpr, token_scaled: cutlass.Constexpr, row_scaled: cutlass.Constexpr,
     activation: cutlass.Constexpr, accumulate: cutlass.Constexpr, vector: cutlass.Constexpr, slots: cutlass.Constexpr = 1,
+    inbox=None, barrier=None,
 ):  # fmt: skip
     """This CTA's tokens of the tile whose first element is out[m0, n0]; N is a multiple of 4 with `vector`.
 
     rows    of the tile, a multiple of 4; width: those that `partial` has room for
-    slots   parts in each CTA's `partial`, one after the other, which are added in turn; more than one where it is not split
+    slots   parts in each CTA's `partial`, one after the other, which are added in turn; more than one where it is not split, or
+            with an inbox
+    inbox   where other CTAs send their parts (send_parts), complete when `barrier` is in its second phase; or None, where they
+            are read from their `partial`
     """
     pitch = width + PAD
     quads = width // QUAD
     n = n0 + thread % quads * QUAD
     sources = []
-    for r in cutlass.range_constexpr(split):
+    for r in cutlass.range_constexpr(split if inbox is None else 0):
         base = cute.arch.map_dsmem_ptr(partial, r * share + column) if split > 1 else partial
         for slot in cutlass.range_constexpr(slots):
             part_of_sum = base + slot * partial_elements(width, tokens)
@@ -113,9 +190,30 @@ def add_and_store(
     if cutlass.const_expr(threads % quads > 0):
         if thread >= threads // quads * quads:
             end = Int32(0)  # what these would take, the first threads take in their next turn
+    arrived = Int32(0)
     if n < cutlass.min(N, n0 + rows):
         while token < end:
             total = cute.make_rmem_tensor(QUAD, Float32)
+            if cutlass.const_expr(inbox is not None):
+                place = token * (pitch // QUAD) + thread % quads
+                own = cute.make_rmem_tensor(QUAD, Float32)
+                _sum_of_slots(own, partial, place, partial_elements(width, tokens), slots)
+                if arrived == 0:
+                    cute.arch.mbarrier_wait(barrier, 0)
+                    arrived = Int32(1)
+                of_rank = partial_elements(width, -(-tokens // split))
+                for r in cutlass.range_constexpr(split):
+                    values = cute.make_rmem_tensor(QUAD, Float32)
+                    source = cute.make_tensor(inbox + r * of_rank, cute.make_layout(of_rank))
+                    place = token // split * (pitch // QUAD) + thread % quads
+                    cute.autovec_copy(cute.local_tile(source, (QUAD,), (place,)), values)
+                    for v in cutlass.range_constexpr(QUAD):
+                        if part == r:
+                            values[v] = own[v]
+                    if cutlass.const_expr(r == 0):
+                        total.store(values.load())
+                    else:
+                        total.store(total.load() + values.load())
             for r in cutlass.range_constexpr(len(sources)):
                 source = cute.local_tile(sources[r], (QUAD,), (token * (pitch // QUAD) + thread % quads,))
                 values = cute.make_rmem_tensor(QUAD, Float32)

@@ -20,6 +20,7 @@ NUM_SMS = 132  # H100 SXM, H200
 FOURS_SMS = 120  # of those, what clusters of four or eight can cover
 SMEM_BYTES = 227 * 1024  # dynamic shared memory of one CTA
 HALF_SMEM_BYTES = 113 * 1024  # of each of two CTAs on one SM
+ALONE_BYTES = HALF_SMEM_BYTES + 1024  # of a CTA that shall be alone on an SM
 BARRIER_BYTES = 1024  # mbarriers, and what aligning the buffers to 1024 bytes can waste
 SWIZZLE_BYTES = 128  # a row of a shared-memory tile: the widest swizzle of TMA and wgmma
 STORE_ROWS = 64  # rows of an output buffer: one wgmma's
@@ -444,12 +445,18 @@ def streamed_smem_bytes(problem: GemmProblem, config: HopperConfig) -> int:
         if single_tile(problem, config)
         else stages + partial * STREAMED_AT_ONCE
     )
-    return together + 8 * warps * config.num_stages + 2 * BARRIER_BYTES
+    inbox = 0
+    if config.split > 1 and single_tile(problem, config):  # of the parts that the other CTAs send
+        inbox = 4 * (config.tile_n + 4) * -(-config.tile_m // config.split) * config.split
+    return max(together + inbox + 8 * warps * config.num_stages + 2 * BARRIER_BYTES, ALONE_BYTES)
 
 
-def _in_flight(config: HopperConfig) -> int:
-    """Bytes of weights that a streamed tile's stages hold: of each row and 64 k 32 of codes and 2 scales."""
-    return 4 * config.consumers * config.num_stages * config.tile_n * 34
+def _enough_in_flight(problem: GemmProblem, config: HopperConfig) -> bool:
+    """Whether a streamed tile's stages bring _IN_FLIGHT bytes: of each row of weights and 64 k 32 of codes and 2 scales, of one
+    of a 128."""
+    stages = 4 * config.consumers * config.num_stages
+    weights, rows = stages * config.tile_n * 34, stages * problem.M * 128
+    return weights >= _IN_FLIGHT[0] and weights + rows >= _IN_FLIGHT[1]
 
 
 def streamed(problem: GemmProblem, rows: int, split: int = 1, consumers: int = 2) -> HopperConfig:
@@ -462,7 +469,7 @@ def streamed(problem: GemmProblem, rows: int, split: int = 1, consumers: int = 2
     fitting = [c for c in staged if streamed_smem_bytes(problem, c) <= SMEM_BYTES]
     # One stage where two do not fit: never a candidate.
     least = replace(config, num_stages=1) if not fitting else fitting[-1]
-    return next((c for c in fitting if _in_flight(c) >= _IN_FLIGHT), least)
+    return next((c for c in fitting if _enough_in_flight(problem, c)), least)
 
 
 def cluster_tiles(problem: GemmProblem, config: HopperConfig) -> int:
@@ -592,8 +599,8 @@ SMALL = HopperConfig(64, 64, schedule="pingpong", num_stages=12, store_stages=1,
 _CANDIDATES = (WIDE, SQUARE, LONG, HUGE, HALF, LOW, SMALL)
 _TOKENS = (8, 16, 32, 64, 128)  # of a swapped tile
 _LEAST_ROWS = 32
-# Bytes of weights, per SM, of a streamed tile; with more, and with half of an SM's memory, they got slower.
-_IN_FLIGHT = 102 * 1024
+# Bytes, per SM, of a streamed tile's weights, and with its rows of a; with more they got slower.
+_IN_FLIGHT = 34 * 1024, 64 * 1024
 # With promotion: totals beside the accumulators of 64 rows. TALL suits scales of rows, those after it scales of blocks, which
 # also lie in shared memory.
 PROMOTING_TALL = HopperConfig(256, 128, store_stages=2, cluster_m=1, cluster_n=2)

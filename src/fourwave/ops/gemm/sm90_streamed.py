@@ -14,12 +14,14 @@ mma.m16n8k16, a the second.
 Warp, for every tile and block: wait until its stage is full; ldmatrix a's part, which all products of the stage share; for each 16
 rows load codes and scales, convert, multiply; ask for the block that is num_stages further on, of the next tile if need be.
 Then, for each `tokens_at_once`: sums to shared memory; when all warps have, add them in the order of the warps (and, where the cluster
-splits K, write that to the first warp's, and then add in the order of the ranks), store. So the order of summation depends on K and
-the configuration only.
+splits K, send that to the CTA that has the token, which adds in the order of the ranks; of several tiles, write it to the first warp's,
+from where that CTA reads it), store. So the order of summation depends on K and the configuration only.
 
 Barriers
   full [warp, stage]   one arrival, of the warp that loads, with the bytes of the stage. There is no `empty`: who loads has read
-  of the cluster       where K is split: all threads, for each `tokens_at_once` when the parts are written and when they have been read
+  inbox                with `single`, where K is split: one arrival, at the start, with the bytes that the other CTAs will send
+  of the cluster       where K is split: all threads, at the start, that the barriers are there; with several tiles, for each
+                       `tokens_at_once` when the parts are written and when they have been read
   named barrier 1      the CTA's threads
 
 Overlap of grids as in sm90_swapped.py.
@@ -31,12 +33,13 @@ from dataclasses import dataclass
 
 import cuda.bindings.driver as cuda
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from fourwave.blocks.cutedsl import mxfp4, reduction, warp_mma
 from fourwave.blocks.cutedsl.loaders import ScaleLoader, TmaLoader
+from fourwave.ops.gemm.sm90_config import ALONE_BYTES
 
 SMEM_ALIGN = 1024
 WORDS, SCALE_WORDS = mxfp4.BLOCK_BYTES // 4, mxfp4.BLOCK_SCALE_BYTES // 4  # of a block
@@ -108,6 +111,20 @@ class StreamedGemm:
         if self.single:
             needed -= self.loader_a.smem_elements // 2 + self.loader_b.elements + self.loader_s.elements
         return max(4, needed)
+
+    @property
+    def padding_bytes(self) -> int:
+        """So that no two CTAs share a multiprocessor: the next grid's would come in pairs wherever this one's end first, and leave
+        others idle."""
+        words = self.loader_a.smem_elements // 2 + self.loader_b.elements + self.loader_s.elements + self.more_elements
+        if self.sends:
+            words += reduction.inbox_elements(self.rows, self.tokens, self.split)
+        return max(0, ALONE_BYTES - 4 * words)
+
+    @property
+    def sends(self) -> bool:
+        """Parts of a split reduction to the CTA that adds them; else it reads them."""
+        return self.single and self.split > 1
 
     @cute.jit
     def load(
@@ -211,10 +228,19 @@ class StreamedGemm:
         @cute.struct
         class Storage:
             full: cute.struct.MemRange[Int64, self.slots]
+            arrived: cute.struct.MemRange[Int64, 1]
             a: cute.struct.Align[cute.struct.MemRange[BFloat16, loader_a.smem_elements], SMEM_ALIGN]
             b: cute.struct.Align[cute.struct.MemRange[Int32, loader_b.elements], 128]
             scales: cute.struct.Align[cute.struct.MemRange[Int32, loader_s.elements], 128]
             partial: cute.struct.Align[cute.struct.MemRange[Float32, self.more_elements], 16]
+            # Of its own: others send when they are done, and this CTA may still be reading its stages.
+            inbox: cute.struct.Align[
+                cute.struct.MemRange[
+                    Float32, reduction.inbox_elements(self.rows, self.tokens, split) if self.sends else 0
+                ],
+                16,
+            ]
+            padding: cute.struct.MemRange[Uint8, self.padding_bytes]
 
         storage = SmemAllocator().allocate(Storage)
         full = storage.full.data_ptr()
@@ -223,6 +249,11 @@ class StreamedGemm:
             partial = cute.recast_ptr(storage.a.data_ptr(), dtype=Float32)
         if thread < self.slots:
             cute.arch.mbarrier_init(full + thread, 1)
+        inbox = arrived = None
+        if cutlass.const_expr(self.sends):
+            inbox, arrived = storage.inbox.data_ptr(), storage.arrived.data_ptr()
+            if thread == 0:
+                cute.arch.mbarrier_init(arrived, 1)
         cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(split > 1):
             cute.arch.cluster_arrive_relaxed()
@@ -233,6 +264,10 @@ class StreamedGemm:
         rank = Int32(0)
         if cutlass.const_expr(split > 1):
             rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        if cutlass.const_expr(self.sends):
+            if thread == 0:
+                tokens = reduction.own_tokens(cutlass.min(M, self.tokens), rank, split)
+                cute.arch.mbarrier_arrive_and_expect_tx(arrived, tokens * ((split - 1) * 4 * self.rows))
         k_blocks = K // mxfp4.BLOCK_K
         k_begin = k_blocks * rank // split
         k_count = k_blocks * (rank + 1) // split - k_begin
@@ -290,32 +325,39 @@ class StreamedGemm:
                 # Every warp must have read its stages.
                 cute.arch.barrier(barrier_id=1, number_of_threads=self.threads)
             for first in cutlass.range_constexpr(0, self.tokens, self.tokens_at_once):
-                if cutlass.const_expr(split > 1):
+                if cutlass.const_expr(split > 1 and not self.sends):
                     if turn > 0:
                         cute.arch.cluster_wait()
                 warp_mma.write_sums(
                     acc, first // warp_mma.TOKENS, self.tokens_at_once // warp_mma.TOKENS, partial + warp * self.partial_elements,
                     self.rows + reduction.PAD, lane,
                 )  # fmt: skip
-                if cutlass.const_expr(split > 1):
+                if cutlass.const_expr(split > 1 and not self.sends):
                     cute.arch.barrier(barrier_id=1, number_of_threads=self.threads)
                     self.add_warps(partial, M - first, thread)
-                if cutlass.const_expr(split > 1):
                     cute.arch.cluster_arrive()
                     cute.arch.cluster_wait()
                 else:
                     cute.arch.barrier(barrier_id=1, number_of_threads=self.threads)
+                if cutlass.const_expr(self.sends):
+                    reduction.send_parts(
+                        partial, inbox, arrived, cutlass.min(M, self.tokens), rank, thread, self.rows, self.tokens, split,
+                        self.threads, self.warps,
+                    )  # fmt: skip
                 reduction.add_and_store(
                     partial, out, out_stride, bias, bias, bias, alpha, M, N, Int32(first), tile * self.rows, rank, thread, 1, 0,
                     self.rows, self.rows, self.tokens_at_once, split, self.threads, self.bias_dtype, False, False, self.activation,
-                    self.accumulate, self.vector, self.warps if split == 1 else 1,
+                    self.accumulate, self.vector, self.warps if split == 1 or self.sends else 1, inbox, arrived,
                 )  # fmt: skip
-                if cutlass.const_expr(split > 1):
-                    cute.arch.cluster_arrive()
-                else:
+                if cutlass.const_expr(split == 1):
                     cute.arch.barrier(barrier_id=1, number_of_threads=self.threads)
+                elif cutlass.const_expr(not self.sends):
+                    cute.arch.cluster_arrive()
                 turn += 1
             tile += clusters
-        if cutlass.const_expr(split > 1):
+        if cutlass.const_expr(self.sends):
+            # What others send must find this CTA: who has no token waits, too.
+            cute.arch.mbarrier_wait(arrived, 0)
+        elif cutlass.const_expr(split > 1):
             if turn > 0:
                 cute.arch.cluster_wait()

@@ -524,7 +524,8 @@ class SwappedGemm:
                     self.a_scaling == "row", self.b_scaling == "row", self.activation, self.accumulate, self.vector,
                 )  # fmt: skip
                 if cutlass.const_expr(self.together):
-                    cute.arch.cluster_arrive()
+                    # Only that its reads are over: an arrival that publishes would wait until `out` is written.
+                    cute.arch.cluster_arrive_relaxed()
                 else:
                     reduction.arrive_cluster(free, split, share, column, thread, self.consumer_threads, False)
                 turn += 1
