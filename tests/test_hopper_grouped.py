@@ -21,6 +21,7 @@ from fourwave.ops.grouped_gemm.sm90_config import (
     rows_tile,
     swapped,
     why_unsupported,
+    with_other,
 )
 from fourwave.testing import bounds
 from fourwave.testing.grouped_cases import SIZES, GroupedCase
@@ -59,12 +60,14 @@ def problem(G: int = 8, M: int = 1024, N: int = 2048, K: int = 7168) -> GroupedP
         ({"schedule": "swapped", "tile_n": 12}, "multiples of 8"),
         ({"schedule": "swapped", "split": 3, "num_stages": 3}, "1, 2, 4 or 8"),
         ({"band": 0}, "at least 1"),
-        ({"other_n": 72}, "multiples of 16"),
-        ({"other_n": -16}, "multiples of 16"),
-        ({"tile_m": 256, "other_n": 144}, "accumulators"),
-        ({"schedule": "swapped", "other_n": 64}, "one width"),
-        ({"schedule": "swapped", "tile_m": 16, "other_m": 12}, "multiples of 8"),
-        ({"other_m": 64}, "one height"),
+        ({"other_n": 64}, "num_stages=0"),
+        ({"other_n": 72, "other_stages": 4}, "multiples of 16"),
+        ({"other_n": -16, "other_stages": 4}, "at least 1"),
+        ({"other_n": 192, "other_stages": 8}, "bytes of shared memory"),
+        ({"tile_m": 256, "num_stages": 4, "other_n": 144, "other_stages": 3}, "accumulators"),
+        ({"other_m": 64, "other_stages": 4}, "another width"),
+        ({"schedule": "swapped", "other_n": 64, "other_stages": 4}, "another height"),
+        ({"schedule": "swapped", "tile_m": 16, "other_m": 12, "other_stages": 4}, "multiples of 8"),
     ],
 )
 def test_configs_that_the_kernels_cannot_run_are_refused_with_the_reason(change: dict[str, object], said: str) -> None:
@@ -108,8 +111,8 @@ def test_the_default_is_one_of_the_candidates_and_allowed() -> None:
             scaled = {"a_scaling": "1x128", "b_scaling": b_scaling} if dtype == E4M3 else {}
             p = GroupedProblem(G, M, N, K, split, layout, dtype, dtype, BF16, device_type="cuda", **scaled)  # type: ignore[arg-type]
             config, reasons = default_config(p)
-            alone = replace(config, other_n=0, other_m=0)
-            assert any(alone == replace(c, num_stages=alone.num_stages) for c in candidates(p))
+            alone = replace(config, other_n=0, other_m=0, other_stages=0)
+            assert alone in candidates(p)
             assert why_unsupported(p, config) is None
             assert reasons
 
@@ -130,7 +133,7 @@ def test_kernels_compile_without_a_gpu() -> None:
     blocks = replace(wgrad, layout="TN", a_dtype=E4M3, b_dtype=E4M3, a_scaling="1x128", b_scaling="1x128")
     for config_problem, config in (
         (p, swapped(p, 16, 80)), (p, rows_tile(p, 256, 128, 2)), (p, rows_tile(p, 128, 112, 1, 2)),
-        (p, replace(rows_tile(p, 128, 80, 2), other_n=128)), (p, replace(swapped(p, 16, 80), num_stages=8, other_m=48)), (row, rows_tile(row, 128, 144)),
+        (p, with_other(p, rows_tile(p, 128, 80, 2), 128)), (p, with_other(p, swapped(p, 16, 80), 0, 48)), (row, rows_tile(row, 128, 144)),
         (replace(row, fast_accum=True), swapped(row, 16, 80)), (sixteen, swapped(sixteen, 16, 80, 2)), (sixteen, rows_tile(sixteen, 128, 256, 2)),
         (dgrad, swapped(dgrad, 8, 64)), (dgrad, rows_tile(dgrad, 128, 256, 1, 2)), (wgrad, default_config(wgrad)[0]),
         (wgrad, rows_tile(wgrad, 128, 128, 2)), (wgrad, rows_tile(wgrad, 128, 256, 1, 2)), (blocks, rows_tile(blocks, 128, 128, 1, 2)),
@@ -252,6 +255,23 @@ def test_many_tiles_for_each_cta(shape: tuple[Any, ...]) -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize("scaling", ["rows", "groups", None])
+@pytest.mark.parametrize("K", [100, 512, 1100, 2048])
+@pytest.mark.parametrize("shape", [(128, 192, 1, 2), (128, 144), (256, 128)], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [{"carry": True}, {"carry": True, "late": True}, {"behind": True}, {"late": True, "num_stages": 2}],
+    ids=str,
+)
+def test_orders_of_a_tile(change: dict[str, Any], shape: tuple[int, ...], K: int, scaling: str | None) -> None:
+    sizes = (70, 1, 0, 333, 129, 500, 128, 256)
+    case = replace(BLOCKS, sizes=sizes, N=2000, K=K, scale_layout=scaling or "rows")
+    if scaling is None:
+        case = Kept("forward", sizes, 2000, K, scaling="tensor", extra=3)
+    run_case(case, replace(rows_tile(case.problem("cuda"), *shape), **change))
+
+
+@on_gpu
 @pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("sizes", [(70, 1, 0, 100, 90), (70, 1, 0, 333, 129)], ids=["four tiles high", "seven"])
 @pytest.mark.parametrize("dtype", [None, BF16])
@@ -260,7 +280,8 @@ def test_two_widths(dtype: torch.dtype | None, sizes: tuple[int, ...], cluster: 
     case = replace(BLOCKS, sizes=sizes, N=2000, K=1100, scale_layout="groups")
     if dtype is not None:
         case = Kept("forward", sizes, 2000, 400, dtype=dtype, extra=3)
-    run_case(case, replace(rows_tile(case.problem("cuda"), 128, 80, *cluster), num_stages=4, other_n=128))
+    p = case.problem("cuda")
+    run_case(case, with_other(p, rows_tile(p, 128, 80, *cluster), 128))
 
 
 @on_gpu
@@ -272,7 +293,8 @@ def test_two_heights(dtype: torch.dtype | None, sizes: tuple[int, ...], split: i
     case = replace(BLOCKS, sizes=sizes, N=2000, K=1100, scale_layout="groups")
     if dtype is not None:
         case = Kept("forward", sizes, 2000, 400, dtype=dtype, extra=3)
-    run_case(case, replace(swapped(case.problem("cuda"), 16, 80, split), num_stages=8, other_m=48))
+    p = case.problem("cuda")
+    run_case(case, with_other(p, swapped(p, 16, 80, split), 0, 48))
 
 
 @on_gpu

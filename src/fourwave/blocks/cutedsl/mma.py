@@ -271,15 +271,6 @@ def _promoted_steps(
 
 
 @cute.jit
-def pass_by(pipe, read, ready):
-    """A stage that nobody needs; returns what _promoted_step does."""
-    pipe.consumer_wait(read, ready)
-    pipe.consumer_release(read)
-    read.advance()
-    return read, pipe.consumer_try_wait(read)
-
-
-@cute.jit
 def accumulate_promoted(
     pipe, read, mma_of: cutlass.Constexpr, total: cute.Tensor, a: tuple, b: tuple, columns: cutlass.Constexpr, k_tiles: Int32, scales,
     slot: Int32, stagger: cutlass.Constexpr, consumer: Int32, turn: cutlass.Constexpr, tail: cutlass.Constexpr = False,
@@ -297,8 +288,7 @@ def accumulate_promoted(
 
     pipe          consumer_wait, consumer_try_wait and consumer_release of PipelineTmaAsync, and num_stages
     mma_of        makes the instruction: one for each loop or branch, since what is set of it in one is not there in another
-    k_tiles       a multiple of SCALE_STEPS; or with `tail` any number, where the stages up to such a multiple are passed by. With
-                  SCALE_STEPS stages, or twice as many, so no stage's address needs more than an addition
+    k_tiles       a multiple of SCALE_STEPS, and with as many stages the compiler knows where each is; or with `tail` any number
     total         [mma values, 64-row blocks, parts], or more, of which these are the first
     a, b          descriptors as in multiply: a tuple of 64-row blocks, and one of parts of the `columns` columns. A block's parts
                   are issued together, so that one is added while the next one's wgmmas run
@@ -332,12 +322,22 @@ def accumulate_promoted(
     begin = 0
     if cutlass.const_expr(unfinished is not None):
         # Turns of its own: in a branch of the loop, the store would take more registers than there are.
-        assert not tail
         begin = 1
-        read, ready = _promoted_steps(
-            pipe, read, ready, mma, total, acc, a, b, factors, scales, of_rows, of_columns, cell, slot, Int32(0),
-            (late & (consumer == 0), turn) if stagger else (), behind, unfinished,
-        )  # fmt: skip
+        leads = (late & (consumer == 0), turn) if stagger else ()
+        if cutlass.const_expr(tail):
+            if whole > 0:
+                read, ready = _promoted_steps(
+                    pipe, read, ready, mma_of(), total, acc, a, b, factors, scales, of_rows, of_columns, cell, slot, Int32(0), leads,
+                    behind, unfinished,
+                )  # fmt: skip
+            else:
+                unfinished[0].store(*unfinished[1], unfinished[2])
+                total.fill(0.0)
+        else:
+            read, ready = _promoted_steps(
+                pipe, read, ready, mma, total, acc, a, b, factors, scales, of_rows, of_columns, cell, slot, Int32(0), leads, behind,
+                unfinished,
+            )  # fmt: skip
     for turns in cutlass.range(begin, whole, unroll=1):
         lead = ()
         if cutlass.const_expr(stagger and unfinished is None):
@@ -352,11 +352,9 @@ def accumulate_promoted(
                 pipe.consumer_wait(read, ready)
                 ready = cutlass.Boolean(True)
                 scales.read(of_rows, of_columns, (slot + whole) % scales.slots)
-            for step in cutlass.range_constexpr(SCALE_STEPS):
+            for step in cutlass.range_constexpr(SCALE_STEPS - 1):
                 if step < rest:
                     read, ready = _promoted_step(
                         pipe, read, ready, mma_of(), total, acc, a, b, factors, scales, of_rows, of_columns, cell, step, (),
                     )  # fmt: skip
-                else:
-                    read, ready = pass_by(pipe, read, ready)
     return read

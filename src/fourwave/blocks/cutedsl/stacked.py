@@ -94,17 +94,20 @@ class SlotScales:
     kind    how those of a come: "quads", which lie by row in memory, SCALE_STEPS of all rows by TMA; "strips", which lie by k block,
             each step's in one piece from the 16 bytes that the first row's are in, by cp.async.bulk; "words", any, by cp.async.
             In a slot a row's lie side by side, but of strips a step's
+    whole   all tiles have a multiple of SCALE_STEPS steps
     """
 
     kind: str
     rows: int
     tile_n: int
     num_stages: int
+    whole: bool
 
     @property
     def slots(self) -> int:
-        """What is in a slot is read in the first of its SCALE_STEPS stages, and the producer is at most num_stages ahead."""
-        return -(-self.num_stages // SCALE_STEPS)
+        """What is in a slot is read in the first of its stages, and the producer is at most num_stages ahead. Where a tile's steps are no
+        multiple of SCALE_STEPS, one of the slots has a single stage, or more of them have: see `wait`."""
+        return -(-(self.num_stages + (0 if self.whole else SCALE_STEPS - 1)) // SCALE_STEPS)
 
     @property
     def strip(self) -> int:
@@ -207,6 +210,17 @@ class SlotScales:
         if lane < self.column_elements:
             shared[slot * self.column_elements + lane] = value
         cute.arch.sync_warp()
+
+    @cute.jit
+    def wait(self, empty: cute.Pointer, begun: cute.Tensor, count: Int32):
+        """Until the slot that is next is free, when `count` stages have been filled. begun [slots]: how many had been when those that
+        are in use were, the oldest first. Few stages ago, which a short tile can make it, its first stage may still be in use."""
+        before = begun[0]
+        if count - before < self.num_stages:
+            cute.arch.mbarrier_wait(empty + before % self.num_stages, before // self.num_stages % 2)
+        for i in cutlass.range_constexpr(self.slots - 1):
+            begun[i] = begun[i + 1]
+        begun[self.slots - 1] = count
 
     def reader(self, rows, columns, row, column, place, along) -> ScaleReader:
         """rows, columns: slot 0 of a's scales and of b's; row: the thread's first one in the tile; place, along: of strips, as in

@@ -100,6 +100,8 @@ class GroupedGemm:
     bulk        copy engines bring a's scales, which begin at 16 bytes: "strips" of those by group, "quads" of those by row
                 (blocks.cutedsl.stacked.SlotScales). Else cp.async does, word by word
     vector      N, rows of out and their starts are multiples of 16 bytes
+    behind, carry  HopperGroupedConfig
+    whole       a tile has a multiple of SCALE_STEPS steps
     other       a GroupedGemm with another tile_n, or None: the kernel takes what needs less time for the groups that there are, were
                 a round of tiles to take `cost`
     """
@@ -124,6 +126,9 @@ class GroupedGemm:
     store_columns: int = 64
     along: str = "n"
     late: bool = False
+    behind: bool = False
+    carry: bool = False
+    whole: bool = False
     cost: int = 0
     other: Any = None
 
@@ -135,6 +140,11 @@ class GroupedGemm:
     def stagger(self) -> bool:
         """Whether consumer 1 starts a tile when consumer 0 has its first products."""
         return self.promote and (self.halves == 2 or self.late)
+
+    @property
+    def carries(self) -> bool:
+        """Whether a tile is stored while the next one's first products run: the registers allow it of one half."""
+        return self.carry and self.promote and self.halves == 1
 
     @property
     def pair(self) -> bool:
@@ -149,7 +159,7 @@ class GroupedGemm:
     @property
     def scales(self) -> SlotScales:
         kind = ("strips" if self.by_group else "quads") if self.bulk else "words"
-        return SlotScales(kind, HALF * self.halves, self.tile_n, self.num_stages)
+        return SlotScales(kind, HALF * self.halves, self.tile_n, self.num_stages, self.whole)
 
     @property
     def words(self) -> bool:
@@ -206,35 +216,31 @@ class GroupedGemm:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
-        layout_a = self.loader_a.smem_layout()
-        elements_b = max(cute.cosize(form.loader_b.smem_layout()) for form in forms)
-        scales, writer = self.scales, self.writer
-        column_elements = max(form.scales.column_elements for form in forms)
+        writer = self.writer
+        num_stages = max(form.num_stages for form in forms)
+        row_elements = max(form.scales.slots * form.scales.row_elements for form in forms)
+        column_elements = max(form.scales.slots * form.scales.column_elements for form in forms)
 
         @cute.struct
         class Storage:
-            full: cute.struct.MemRange[Int64, self.num_stages]
-            empty: cute.struct.MemRange[Int64, self.num_stages]
+            full: cute.struct.MemRange[Int64, num_stages]
+            empty: cute.struct.MemRange[Int64, num_stages]
             row_end: cute.struct.MemRange[Int32, self.groups]
             tile_end: cute.struct.MemRange[Int32, self.groups * (2 if self.last_halves else 1) + 32]
-            a: cute.struct.Align[cute.struct.MemRange[self.loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
-            b: cute.struct.Align[cute.struct.MemRange[self.loader_b.dtype, elements_b], SMEM_ALIGN]
-            told: cute.struct.Align[cute.struct.MemRange[Int32, TOLD * self.num_stages], 16]
-            row_scales: cute.struct.Align[
-                cute.struct.MemRange[Float32, scales.slots * scales.row_elements if self.blocks else 4], 128
+            stages: cute.struct.Align[
+                cute.struct.MemRange[self.loader_a.dtype, max(sum(form.stage_elements) for form in forms)], SMEM_ALIGN
             ]
-            column_scales: cute.struct.Align[
-                cute.struct.MemRange[Float32, scales.slots * column_elements if self.blocks else 4], 16
-            ]
+            told: cute.struct.Align[cute.struct.MemRange[Int32, TOLD * num_stages], 16]
+            row_scales: cute.struct.Align[cute.struct.MemRange[Float32, row_elements if self.blocks else 4], 128]
+            column_scales: cute.struct.Align[cute.struct.MemRange[Float32, column_elements if self.blocks else 4], 16]
             out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, 8 * writer.elements], 16]
             choice: cute.struct.MemRange[Int32, 1]
 
         storage = SmemAllocator().allocate(Storage)
-        smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
         if thread == 0:
-            for i in cutlass.range_constexpr(self.num_stages):
+            for i in cutlass.range_constexpr(num_stages):
                 cute.arch.mbarrier_init(full + i, 33 if self.words else 1)
                 cute.arch.mbarrier_init(empty + i, 8 * share)
         cute.arch.mbarrier_init_fence()
@@ -254,6 +260,7 @@ class GroupedGemm:
         else:
             cute.arch.barrier()
 
+        stages = storage.stages.data_ptr()
         chosen, tiles_n = Int32(0), self.tiles_n(N)
         if cutlass.const_expr(self.other is not None):
             chosen = cute.arch.make_warp_uniform(choice[0])
@@ -270,21 +277,21 @@ class GroupedGemm:
             if warp == 0:
                 scale_tma = tma_scale, coordinates_scale
                 if chosen == 0:
-                    self.produce(work, tma_a, coordinates_a, tma_b, coordinates_b, scale_tma, smem_a, storage.b, lane)
+                    self.produce(work, tma_a, coordinates_a, tma_b, coordinates_b, scale_tma, stages, lane)
                 if cutlass.const_expr(self.other is not None):
                     if chosen == 1:
                         self.other.produce(
-                            work, tma_a, coordinates_a, other_tma_b, other_coordinates_b, scale_tma, smem_a, storage.b, lane,
+                            work, tma_a, coordinates_a, other_tma_b, other_coordinates_b, scale_tma, stages, lane,
                         )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = warpgroup_index - 1
             buffer = storage.out.data_ptr() + (warp - 4) * writer.elements
             if chosen == 0:
-                self.consume(work, smem_a, storage.b, buffer, consumer, thread % WARPGROUP)
+                self.consume(work, stages, buffer, consumer, thread % WARPGROUP)
             if cutlass.const_expr(self.other is not None):
                 if chosen == 1:
-                    self.other.consume(work, smem_a, storage.b, buffer, consumer, thread % WARPGROUP)
+                    self.other.consume(work, stages, buffer, consumer, thread % WARPGROUP)
             groups.clear_rows(
                 out,
                 out_stride,
@@ -329,6 +336,19 @@ class GroupedGemm:
             last += groups.rest(G)
         return tile_end[last]
 
+    @property
+    def stage_elements(self) -> tuple[int, int]:
+        """Of all stages of a and of b, which follow them; the types are of equal width."""
+        return cute.cosize(self.loader_a.smem_layout()), cute.cosize(self.loader_b.smem_layout())
+
+    def buffers(self, stages):
+        """a's and b's: [extent, tile_k, stage]."""
+        tensors = []
+        for loader, place in ((self.loader_a, stages), (self.loader_b, stages + self.stage_elements[0])):
+            layout = loader.smem_layout()
+            tensors.append(cute.make_tensor(cute.recast_ptr(place, layout.inner, dtype=loader.dtype), layout.outer))
+        return tensors
+
     def tiles_n(self, N):
         """Of clusters, side by side."""
         return cute.ceil_div(N, self.tile_n * (1 if self.pair else self.share))
@@ -336,15 +356,14 @@ class GroupedGemm:
     @cute.jit
     def produce(
         self, work, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor, scale_tma: tuple,
-        smem_a: cute.Tensor, range_b, lane: Int32,
+        stages: cute.Pointer, lane: Int32,
     ):  # fmt: skip
-        """The producer warp. work: a Problem; range_b: shared memory of b's stages."""
+        """The producer warp. work: a Problem; stages: their shared memory."""
         loader_a, loader_b, share, halves, slots = self.loader_a, self.loader_b, self.share, self.halves, self.scales
         tile_m = HALF * halves
         full, empty, rank, k_tiles, N = work.full, work.empty, work.rank, work.k_tiles, work.N
         scale_a, scale_b, scale_n, scale_k = work.scale_a, work.scale_b, work.scale_n, work.scale_k
-        layout_b = loader_b.smem_layout()
-        smem_b = range_b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        smem_a, smem_b = self.buffers(stages)
         tile, ahead, part = work.tile, work.ahead, Int32(0)
         shared_b, global_b = loader_b.partition_stack(tma_b, coordinates_b, smem_b, rank if self.pair else 0)
         mask_a = mask_b = None
@@ -355,6 +374,8 @@ class GroupedGemm:
                 mask_a = cutlass.Int16((1 << share) - 1)
         write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
         slot = Int32(0)
+        begun = cute.make_rmem_tensor(slots.slots, Int32)
+        begun.fill(-self.num_stages)
         while tile < work.num_tiles:
             part = groups.find(work.tile_end, tile, part, lane)
             g, start, end, m_tile, n_tile = self.place(work, part, tile)
@@ -391,6 +412,8 @@ class GroupedGemm:
                 arriving = loader_a.stage_bytes * live + loader_b.stage_bytes
                 if cutlass.const_expr(self.blocks):
                     if k % SCALE_STEPS == 0:
+                        if cutlass.const_expr(not self.whole):
+                            slots.wait(empty, begun, write.count)
                         if cutlass.const_expr(slots.kind == "quads"):
                             arriving += 4 * slots.row_elements
                         if cutlass.const_expr(slots.kind == "strips"):
@@ -444,25 +467,15 @@ class GroupedGemm:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(barrier)
                 write.advance()
-            if cutlass.const_expr(self.promote):
-                for _ in cutlass.range(k_tiles, self.steps(k_tiles), unroll=1):
-                    cute.arch.mbarrier_wait(empty + write.index, write.phase)
-                    if cutlass.const_expr(self.words):
-                        cute.arch.cp_async_mbarrier_arrive_noinc(full + write.index)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(full + write.index)
-                    write.advance()
             tile += ahead
             ahead = 2 * work.clusters - ahead
 
     @cute.jit
-    def consume(self, work, smem_a: cute.Tensor, range_b, buffer: cute.Pointer, consumer: Int32, thread: Int32):
-        """A consumer warpgroup. work, range_b: as in produce; buffer: this warp's, for what it stores."""
-        loader_a, loader_b, halves, slots, writer = self.loader_a, self.loader_b, self.halves, self.scales, self.writer
-        full, empty, k_tiles, N, lane = work.full, work.empty, work.k_tiles, work.N, thread % 32
-        scale_a, scale_b, out = work.scale_a, work.scale_b, work.out
-        layout_b = loader_b.smem_layout()
-        smem_b = range_b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+    def consume(self, work, stages: cute.Pointer, buffer: cute.Pointer, consumer: Int32, thread: Int32):
+        """A consumer warpgroup. work, stages: as in produce; buffer: this warp's, for what it stores."""
+        loader_a, halves, slots = self.loader_a, self.halves, self.scales
+        full, empty, k_tiles, lane = work.full, work.empty, work.k_tiles, thread % 32
+        smem_a, smem_b = self.buffers(stages)
         tile, ahead = work.tile, work.ahead
         mma = self.mma()
         slice_ = mma.get_slice(0)
@@ -478,6 +491,8 @@ class GroupedGemm:
         per_half = ROWS * self.tile_n // WARPGROUP
         total = cute.make_rmem_tensor(per_half * halves, Float32)
         stage, phase, slot = Int32(0), Int32(0), Int32(0)
+        # With `carry`, the tile before, which is in `total` still: its rows from .. to, columns from and group.
+        carried = Int32(0), Int32(0), Int32(0), Int32(0)
         while tile < work.num_tiles:
             cute.arch.mbarrier_wait(full + stage, phase)
             row0, end, n0, g, start = self.hear(work.told + TOLD * stage)
@@ -492,37 +507,54 @@ class GroupedGemm:
                 if left > HALF:
                     stage, phase = self.multiply(
                         2, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer,
-                        thread,
+                        thread, None,
                     )  # fmt: skip
             if (left <= HALF) | (halves == 1):
                 if left > 0:
+                    unfinished = None
+                    if cutlass.const_expr(self.carries):
+                        unfinished = self, (work, total, 0, *carried, buffer, consumer, thread), True
                     stage, phase = self.multiply(
                         1, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer,
-                        thread,
+                        thread, unfinished,
                     )  # fmt: skip
+                    if cutlass.const_expr(self.carries):
+                        carried = row0, end, n0, g
                 else:
-                    stage, phase = self.pass_by(full, empty, stage, phase, self.steps(k_tiles), thread)
+                    stage, phase = self.pass_by(full, empty, stage, phase, k_tiles, thread)
             slot = (slot + cute.ceil_div(k_tiles, SCALE_STEPS)) % slots.slots
-            alpha = Float32(1.0)
-            if cutlass.const_expr(self.a_scaling == "tensor"):
-                alpha = alpha * scale_a[0]
-            if cutlass.const_expr(self.b_scaling == "tensor"):
-                alpha = alpha * scale_b[g * work.scale_g]
-            for half in cutlass.range_constexpr(halves):
-                row = row0 + half * HALF + consumer * ROWS
-                if row < end:
-                    factors = cute.make_rmem_tensor(2, Float32)
-                    factors.fill(alpha)
-                    if cutlass.const_expr(self.a_scaling == "row"):
-                        for i in cutlass.range_constexpr(2):
-                            own = row + thread // 32 * 16 + lane // 4 + 8 * i
-                            factors[i] = alpha * scale_a[cutlass.min(own, end - 1)]
-                    writer.store(
-                        total, half * per_half, per_half, out, work.out_stride, row, end, n0, N, factors,
-                        scale_b + g * N, work.bias + g * N, thread, buffer,
-                    )  # fmt: skip
+            if cutlass.const_expr(not self.carries):
+                for half in cutlass.range_constexpr(halves):
+                    if row0 + half * HALF + consumer * ROWS < end:
+                        self.store(work, total, half, row0, end, n0, g, buffer, consumer, thread, True)
             tile += ahead
             ahead = 2 * work.clusters - ahead
+        if cutlass.const_expr(self.carries):
+            self.store(work, total, 0, *carried, buffer, consumer, thread, True)
+
+    @cute.jit
+    def store(
+        self, work, total: cute.Tensor, half: cutlass.Constexpr, row0: Int32, end: Int32, n0: Int32, g: Int32, buffer: cute.Pointer,
+        consumer: Int32, thread: Int32, exists: cutlass.Constexpr,
+    ):  # fmt: skip
+        """A half of a tile goes out: its rows from row0 on, of which those from `end` on do not."""
+        per_half, row = ROWS * self.tile_n // WARPGROUP, row0 + half * HALF + consumer * ROWS
+        scale_a, scale_b = work.scale_a, work.scale_b
+        factors = cute.make_rmem_tensor(2, Float32)
+        alpha = Float32(1.0)
+        if cutlass.const_expr(self.a_scaling == "tensor"):
+            alpha = alpha * scale_a[0]
+        if cutlass.const_expr(self.b_scaling == "tensor"):
+            alpha = alpha * scale_b[g * work.scale_g]
+        factors.fill(alpha)
+        if cutlass.const_expr(self.a_scaling == "row"):
+            for i in cutlass.range_constexpr(2):
+                own = row + thread // 32 * 16 + thread % 32 // 4 + 8 * i
+                factors[i] = alpha * scale_a[cutlass.max(cutlass.min(own, end - 1), 0)]
+        self.writer.store(
+            total, half * per_half, per_half, work.out, work.out_stride, row, end, n0, work.N, factors, scale_b + g * work.N,
+            work.bias + g * work.N, thread, buffer,
+        )  # fmt: skip
 
     @cute.jit
     def place(self, work, part: Int32, tile: Int32):
@@ -545,20 +577,21 @@ class GroupedGemm:
     def multiply(
         self, live: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, total: cute.Tensor,
         a: cute.Tensor, b: cute.Tensor, halves_a: tuple, k_tiles: Int32, reader, slot: Int32, consumer: Int32, thread: Int32,
+        unfinished,
     ):  # fmt: skip
-        """total = a @ b of a tile's first `live` halves; returns the next stage and its phase."""
+        """total = a @ b of a tile's first `live` halves; returns the next stage and its phase. unfinished: as accumulate_promoted."""
         per_half = ROWS * self.tile_n // WARPGROUP
         # Its own: what one branch sets in it must not be seen in the other.
         mma = self.mma()
         shape = mma.partition_shape_C((ROWS, self.tile_n))
         if cutlass.const_expr(self.promote):
             read = pipeline.PipelineState(self.num_stages, Int32(0), stage, phase)
-            if cutlass.const_expr(self.num_stages == SCALE_STEPS):
+            if cutlass.const_expr(self.whole and self.num_stages == SCALE_STEPS):
                 read = pipeline.PipelineState(self.num_stages, Int32(0), Int32(0), phase)
             pipe = Stages(full, empty, self.num_stages, self.share)
             read = mma_block.accumulate_promoted(
                 pipe, read, self.mma, total, halves_a[:live], (b,), self.tile_n, k_tiles, reader, slot, self.stagger, consumer,
-                BEHIND, True,
+                BEHIND, tail=not self.whole, behind=self.behind or self.carries, unfinished=unfinished,
             )  # fmt: skip
             stage, phase = read.index, read.phase
         else:
@@ -585,13 +618,6 @@ class GroupedGemm:
                 for v in cutlass.range_constexpr(per_half):
                     total[half * per_half + v] = parts[half][v]
         return stage, phase
-
-    @cute.jit
-    def steps(self, k_tiles: Int32):
-        """Stages of a tile: with promotion a multiple of SCALE_STEPS, which is what keeps their addresses simple."""
-        if cutlass.const_expr(self.promote):
-            k_tiles = cute.ceil_div(k_tiles, SCALE_STEPS) * SCALE_STEPS
-        return k_tiles
 
     def mma(self):
         return mma_block.tiled_mma(self.loader_a, self.loader_b, self.tile_n)

@@ -53,7 +53,10 @@ class HopperGroupedConfig:
     other_n     "rows": 0, or a tile_n that the kernel takes instead, where rounds of such tiles of the groups that there are take less
                 time
     other_m     "swapped": 0, or a tile_m that the kernel takes instead, likewise
+    other_stages  num_stages with other_n or other_m
     late        "rows", with promotion: consumer 1 starts a tile when consumer 0 has its first products, in tiles of 128 rows, too
+    behind      "rows", with promotion: scales are read and multiplied behind a step's first wgmmas
+    carry       "rows", with promotion, tiles of 128 rows: a tile is stored while the next one's first products run
     overlap     the grid may be set up while the one before it on the stream ends (programmatic dependent launch)
     """
 
@@ -72,7 +75,10 @@ class HopperGroupedConfig:
     quads: bool = True
     other_n: int = 0
     other_m: int = 0
+    other_stages: int = 0
     late: bool = False
+    behind: bool = False
+    carry: bool = False
     overlap: bool = True
 
     def __str__(self) -> str:
@@ -80,6 +86,16 @@ class HopperGroupedConfig:
         tile_n = f"{self.tile_n}/{self.other_n}" if self.other_n else f"{self.tile_n}"
         tile_m = f"{self.tile_m}/{self.other_m}" if self.other_m else f"{self.tile_m}"
         return f"{tile_m}x{tile_n}x{self.tile_k} {self.schedule}, {self.num_stages} stages, {more}"
+
+    @property
+    def other(self) -> HopperGroupedConfig | None:
+        """The tiles that the kernel may take instead."""
+        if not (self.other_n or self.other_m):
+            return None
+        return replace(
+            self, tile_n=self.other_n or self.tile_n, tile_m=self.other_m or self.tile_m, num_stages=self.other_stages, other_n=0,
+            other_m=0, other_stages=0,
+        )  # fmt: skip
 
     @property
     def cluster_size(self) -> int:
@@ -95,6 +111,11 @@ def promotes(problem: GroupedProblem) -> bool:
     return problem.a_dtype in FP8 and (not problem.fast_accum or block_scaled(problem))
 
 
+def whole_steps(problem: GroupedProblem) -> bool:
+    """Whether a promoted tile has a multiple of SCALE_STEPS k steps."""
+    return -(-problem.K // 128) % SCALE_STEPS == 0
+
+
 def table_groups(problem: GroupedProblem) -> int:
     return next(size for size in TABLES if size >= problem.G)
 
@@ -108,7 +129,7 @@ def bulk_scales(problem: GroupedProblem, config: HopperGroupedConfig) -> str | N
         return "quads" if config.quads and -(-problem.K // 128) % 4 == 0 else None
     if problem.a_scale_layout == "groups":
         return "strips"
-    return "quads" if -(-problem.K // 128) % 4 == 0 else None
+    return "quads" if whole_steps(problem) else None
 
 
 def last_halves(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
@@ -128,22 +149,24 @@ def store_columns(problem: GroupedProblem) -> int:
 
 
 def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
+    if (other := config.other) is not None:
+        return max(smem_bytes(problem, replace(config, other_n=0, other_m=0)), smem_bytes(problem, other))
     width = -(-config.tile_n // 64) * 64
-    tile_m = max(config.tile_m, config.other_m)
-    stage = (tile_m + max(config.tile_n, config.other_n)) * SWIZZLE_BYTES
+    stage = (config.tile_m + config.tile_n) * SWIZZLE_BYTES
     slots = 0
     if block_scaled(problem):
         if problem.split == ROWS and config.schedule == "rows":
             # blocks.cutedsl.stacked.SlotScales: strips are the larger.
-            slots = -(-config.num_stages // SCALE_STEPS) * 4 * SCALE_STEPS * (config.tile_m + 4 + 2)
+            slots = -(-(config.num_stages + (0 if whole_steps(problem) else SCALE_STEPS - 1)) // SCALE_STEPS)
+            slots *= 4 * SCALE_STEPS * (config.tile_m + 4 + 2)
         else:
-            stage += 4 * (tile_m + (config.tile_n if problem.split == REDUCTION else 4))
+            stage += 4 * (config.tile_m + (config.tile_n if problem.split == REDUCTION else 4))
     if problem.split == REDUCTION and bulk_scales(problem, config) is not None:
         stage += 12 * (config.tile_m + config.tile_n)
     tables = 3 if last_halves(problem, config) else 2
     total = config.num_stages * stage + 4 * (tables * table_groups(problem) + 32) + 2 * BARRIER_BYTES
     if config.schedule == "swapped":
-        return total + (width - config.tile_n) * SWIZZLE_BYTES + 4 * tile_m * (width + 4)
+        return total + (width - config.tile_n) * SWIZZLE_BYTES + 4 * config.tile_m * (width + 4)
     if rings(problem, config):
         total += 2 * config.ring * (RING_BYTES + 16) + SWIZZLE_ATOM
     if problem.out_dtype.itemsize == 2:
@@ -204,6 +227,11 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
         return f"tile_k={config.tile_k}: a row of a tile is {SWIZZLE_BYTES} bytes"
     if config.num_stages < 2:
         return f"num_stages={config.num_stages}: a tile is loaded while another is multiplied, so at least 2"
+    if (other := config.other) is not None:
+        if problem.split == REDUCTION or (config.other_m if config.schedule == "rows" else config.other_n):
+            return f"other_n={config.other_n}, other_m={config.other_m}: tiles of rows have another width, swapped ones another height"
+        if (reason := _why_config_unsupported(problem, other)) is not None:
+            return f"other tile: {reason}"
     if config.schedule == "swapped":
         if problem.split == REDUCTION:
             return "swapped tiles of a reduction in groups: there are none"
@@ -221,34 +249,27 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             )
         if (config.cluster_m, config.cluster_n) != (1, 1):
             return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: swapped tiles are not shared"
-        if config.other_m % 8 or not 0 <= config.other_m <= 128:
-            return f"other_m={config.other_m}: a swapped tile takes multiples of 8 up to 128; or 0"
-        if config.other_n:
-            return f"other_n={config.other_n}: swapped tiles have one width"
     else:
         if config.tile_m not in (WAVE_ROWS, 2 * WAVE_ROWS):
             return f"tile_m={config.tile_m}: {WAVE_ROWS} or {2 * WAVE_ROWS}, once or twice 64 rows for each of two consumer warpgroups"
         step = 16 if problem.layout == "TN" and problem.split == ROWS else 64
         if config.tile_n % step or config.tile_n > 256:
             return f"tile_n={config.tile_n}: multiples of {step} up to 256"
-        if config.other_n % step or not 0 <= config.other_n <= 256 or (config.other_n and problem.split == REDUCTION):
-            return f"other_n={config.other_n}: multiples of {step} up to 256, or 0; of a reduction in groups, 0"
         if problem.split == REDUCTION and config.tile_m != WAVE_ROWS:
             return f"tile_m={config.tile_m}: a reduction in groups has tiles of {WAVE_ROWS} rows"
         if config.ring and config.tile_n // 32 % config.ring:
             return f"ring={config.ring}: a divisor of tile_n / 32"
         if config.addend not in ("load", "reduce"):
             return f"addend {config.addend!r}: there are load and reduce"
-        if config.other_m:
-            return f"other_m={config.other_m}: tiles of the schedule rows have one height"
         if config.cluster_n not in (1, 2) or config.cluster_m not in (1, 2) or config.cluster_size > 2:
             return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: 1 or 2 CTAs share a's tiles or b's, not both"
         if config.cluster_m > 1 and config.tile_m > WAVE_ROWS:
             return f"cluster_m={config.cluster_m} of tiles of {config.tile_m} rows: b is shared by tiles of {WAVE_ROWS} only"
         if config.split != 1:
             return f"split={config.split}: only a swapped tile's reduction is split"
-        tile_n = max(config.tile_n, config.other_n)
-        accumulators = config.tile_m // WAVE_ROWS * tile_n // 2 + (tile_n // 2 if promotes(problem) else 0)
+        accumulators = config.tile_m // WAVE_ROWS * config.tile_n // 2 + (
+            config.tile_n // 2 if promotes(problem) else 0
+        )
         if accumulators > MAX_ACCUMULATORS:
             return f"{accumulators} accumulators per thread: at most {MAX_ACCUMULATORS}"
     smem = smem_bytes(problem, config)
@@ -267,6 +288,14 @@ def _deepest(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperGrou
     most = max(2, min(24, 2 + (SMEM_BYTES - two) // (three - two)))
     deepest = (replace(config, num_stages=n) for n in range(most, 2, -1))  # slots of scales come with every fourth
     return next((c for c in deepest if smem_bytes(problem, c) <= SMEM_BYTES), replace(config, num_stages=2))
+
+
+def with_other(
+    problem: GroupedProblem, config: HopperGroupedConfig, other_n: int = 0, other_m: int = 0
+) -> HopperGroupedConfig:
+    config = replace(config, other_stages=2, other_n=other_n, other_m=other_m)
+    assert config.other is not None
+    return replace(config, other_stages=_deepest(problem, config.other).num_stages)
 
 
 def swapped(problem: GroupedProblem, tokens: int, rows: int, split: int = 1) -> HopperGroupedConfig:
@@ -289,9 +318,9 @@ def rows_tile(
     config = _deepest(
         problem, HopperGroupedConfig(tile_m, tile_n, tile_k, "rows", cluster_n=cluster_n, cluster_m=cluster_m, **more)
     )
-    if promotes(problem) and problem.split == ROWS and SCALE_STEPS < config.num_stages < 2 * SCALE_STEPS:
-        # The loop is unrolled by as many, whose addresses are then known to the compiler.
-        config = replace(config, num_stages=SCALE_STEPS)
+    if problem.split == ROWS and promotes(problem) and whole_steps(problem) and tile_m * tile_n >= 128 * 192:
+        # As many as the loop is unrolled by: where each is is then known to the compiler. Less work for a step needs more of them.
+        config = replace(config, num_stages=min(config.num_stages, SCALE_STEPS))
     return config
 
 
@@ -403,12 +432,13 @@ def _with_other(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperG
     if problem.split == REDUCTION or problem.G == 1 or not promotes(problem):
         return config
     if config.schedule == "rows":
-        return replace(config, other_n=_other_n(problem, config))
+        other_n = _other_n(problem, config)
+        return with_other(problem, config, other_n=other_n) if other_n else config
     used = min(problem.G, problem.M)
     other_m = min(128, -(-_UNEQUAL_ROWS * problem.M // (8 * used)) * 8)
     if config.split > 1 or other_m <= config.tile_m:
         return config
-    return _deepest(problem, replace(config, other_m=other_m))
+    return with_other(problem, config, other_m=other_m)
 
 
 def round_cost(config: HopperGroupedConfig) -> int:
@@ -428,8 +458,8 @@ def _other_n(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
         step = step_seconds(replace(config, tile_n=tile_n))
         return -(-tiles // clusters) * (-(-problem.K // config.tile_k) * step + _ROWS_TURN_SECONDS)
 
-    shape = config.tile_m, config.cluster_m, config.cluster_n, config.num_stages
-    alike = {c.tile_n for c in candidates(problem) if (c.tile_m, c.cluster_m, c.cluster_n, c.num_stages) == shape}
+    shape = config.schedule, config.tile_m, config.cluster_m, config.cluster_n
+    alike = {c.tile_n for c in candidates(problem) if (c.schedule, c.tile_m, c.cluster_m, c.cluster_n) == shape}
     best = min(alike, key=seconds)
     return best if seconds(best) < _OTHER_GAIN * seconds(config.tile_n) else 0
 

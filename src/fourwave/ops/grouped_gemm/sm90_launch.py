@@ -25,6 +25,7 @@ from fourwave.ops.grouped_gemm.sm90_config import (
     round_cost,
     store_columns,
     table_groups,
+    whole_steps,
     why_unsupported,
 )
 
@@ -51,6 +52,7 @@ class GroupedSpecialisation:
     accumulate: bool
     last_halves: bool
     store_columns: int
+    whole: bool
 
 
 def specialise(
@@ -63,6 +65,7 @@ def specialise(
         problem.bias_dtype, problem.m_sizes_dtype, problem.a_scaling, problem.b_scaling, problem.a_scale_layout == "groups",
         bulk, promotes(problem), vector, problem.split == REDUCTION, problem.accumulate,
         last_halves(problem, config), store_columns(problem),
+        problem.split != REDUCTION and config.schedule == "rows" and promotes(problem) and whole_steps(problem),
     )  # fmt: skip
 
 
@@ -93,20 +96,30 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
     bias_type = types[spec.bias_dtype]
     k_last = spec.layout == "TN"
     kernel: Any
-    if config.schedule == "swapped":
-        kernel = sm90_swapped.SwappedGroupedGemm(
+
+    def swapped(config: HopperGroupedConfig) -> Any:
+        return sm90_swapped.SwappedGroupedGemm(
             config.tile_n, config.tile_m, config.num_stages, config.split, spec.groups,
             StackedLoader(
                 b_type, config.tile_n, config.tile_k, k_last, config.num_stages, 1, -(-config.tile_n // 64) * 64
             ),
             TmaLoader(a_type, config.tile_m, config.tile_k, True, config.num_stages, 1),
             out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.promote, spec.vector, config.overlap,
+            round_cost(config), swapped(config.other) if config.other is not None else None,
         )  # fmt: skip
-        if config.other_m:
-            other = replace(config, tile_m=config.other_m)
-            loader = replace(kernel.loader_a, extent=config.other_m)
-            another = replace(kernel, tokens=config.other_m, loader_a=loader, cost=round_cost(other))
-            kernel = replace(kernel, cost=round_cost(config), other=another)
+
+    def rows(config: HopperGroupedConfig) -> Any:
+        return sm90.GroupedGemm(
+            config.tile_m // 128, config.tile_n, config.num_stages, config.cluster_size, spec.groups,
+            TmaLoader(a_type, 128, config.tile_k, True, config.num_stages * (config.tile_m // 128), config.cluster_n),
+            StackedLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, config.cluster_m),
+            out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.bulk, spec.promote, spec.vector, config.overlap,
+            spec.last_halves, spec.store_columns, "m" if config.cluster_m > 1 else "n", config.late, config.behind, config.carry,
+            spec.whole, round_cost(config), rows(config.other) if config.other is not None else None,
+        )  # fmt: skip
+
+    if config.schedule == "swapped":
+        kernel = swapped(config)
         out_align = spec.out_dtype.itemsize * (4 if spec.vector else 1)
     elif spec.wgrad:
         ring = None
@@ -123,18 +136,7 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
         )  # fmt: skip
         out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
     else:
-        kernel = sm90.GroupedGemm(
-            config.tile_m // 128, config.tile_n, config.num_stages, config.cluster_size, spec.groups,
-            TmaLoader(a_type, 128, config.tile_k, True, config.num_stages * (config.tile_m // 128), config.cluster_n),
-            StackedLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, config.cluster_m),
-            out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.bulk, spec.promote, spec.vector, config.overlap,
-            spec.last_halves, spec.store_columns, "m" if config.cluster_m > 1 else "n", config.late,
-        )  # fmt: skip
-        if config.other_n:
-            other = replace(config, tile_n=config.other_n)
-            loader = replace(kernel.loader_b, extent=config.other_n)
-            another = replace(kernel, tile_n=config.other_n, loader_b=loader, cost=round_cost(other))
-            kernel = replace(kernel, cost=round_cost(config), other=another)
+        kernel = rows(config)
         out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
 
     def pointer(dtype: Any, align: int | None = None) -> Any:

@@ -93,6 +93,12 @@ class SwappedGroupedGemm:
         return self.a_scaling == "1x128"
 
     @property
+    def stage_elements(self) -> tuple[int, int]:
+        """Of all stages of b and of a, which follow them where eight rows of 128 bytes may begin; the types are of equal width."""
+        eight = 8 * self.loader_b.tile_k
+        return -(-self.loader_b.smem_elements // eight) * eight, self.loader_a.smem_elements
+
+    @property
     def scales(self) -> BlockScales:
         return BlockScales(self.tokens, 2)
 
@@ -126,28 +132,29 @@ class SwappedGroupedGemm:
         tma_b: cute.CopyAtom, coordinates_b: cute.Tensor, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer,
         G: Int32, M: Int32, N: Int32, K: Int32, out_stride: Int64, scale_g: Int32, scale_n: Int32, scale_k: Int32,
     ):  # fmt: skip
-        loader_b, split = self.loader_b, self.split
+        split = self.split
         forms = (self,) if self.other is None else (self, self.other)
         thread = cute.arch.thread_idx()[0]
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
-        elements_a = max(form.loader_a.smem_elements for form in forms)
-        pitch = max(form.scales.pitch for form in forms)
+        num_stages = max(form.num_stages for form in forms)
+        scale_elements = max(form.num_stages * form.scales.pitch for form in forms)
         elements = max(reduction.partial_elements(ROWS * self.consumers, form.tokens) for form in forms)
 
         @cute.struct
         class Storage:
-            full: cute.struct.MemRange[Int64, self.num_stages]
-            empty: cute.struct.MemRange[Int64, self.num_stages]
+            full: cute.struct.MemRange[Int64, num_stages]
+            empty: cute.struct.MemRange[Int64, num_stages]
             ready: cute.struct.MemRange[Int64, 1]
             free: cute.struct.MemRange[Int64, 1]
             row_end: cute.struct.MemRange[Int32, self.groups]
             tile_end: cute.struct.MemRange[Int32, self.groups + 32]
-            b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, loader_b.smem_elements], SMEM_ALIGN]
-            a: cute.struct.Align[cute.struct.MemRange[self.loader_a.dtype, elements_a], SMEM_ALIGN]
-            scales: cute.struct.Align[cute.struct.MemRange[Float32, self.num_stages * pitch if self.blocks else 4], 16]
+            stages: cute.struct.Align[
+                cute.struct.MemRange[self.loader_b.dtype, max(sum(form.stage_elements) for form in forms)], SMEM_ALIGN
+            ]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, scale_elements if self.blocks else 4], 16]
             partial: cute.struct.Align[cute.struct.MemRange[Float32, elements], 16]
             choice: cute.struct.MemRange[Int32, 1]
 
@@ -156,7 +163,7 @@ class SwappedGroupedGemm:
         ready, free = storage.ready.data_ptr(), storage.free.data_ptr()
         row_end, tile_end, choice = storage.row_end.data_ptr(), storage.tile_end.data_ptr(), storage.choice.data_ptr()
         if thread == 0:
-            for i in cutlass.range_constexpr(self.num_stages):
+            for i in cutlass.range_constexpr(num_stages):
                 cute.arch.mbarrier_init(full + i, 33 if self.blocks else 1)
                 cute.arch.mbarrier_init(empty + i, self.consumer_threads // 32)
             cute.arch.mbarrier_init(ready, split)
@@ -224,9 +231,11 @@ class SwappedGroupedGemm:
         loader_a, loader_b, split = self.loader_a, self.loader_b, self.split
         lane = thread % 32
         layout_a, layout_b, read_b = loader_a.smem_layout(), loader_b.smem_layout(), loader_b.read_layout()
-        smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
-        smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
-        read_smem_b = storage.b.get_tensor(read_b.outer, swizzle=read_b.inner)
+        stages = storage.stages.data_ptr()
+        smem_b = cute.make_tensor(cute.recast_ptr(stages, layout_b.inner, dtype=loader_b.dtype), layout_b.outer)
+        read_smem_b = cute.make_tensor(cute.recast_ptr(stages, read_b.inner, dtype=loader_b.dtype), read_b.outer)
+        stages_a = cute.recast_ptr(stages + self.stage_elements[0], layout_a.inner, dtype=loader_a.dtype)
+        smem_a = cute.make_tensor(stages_a, layout_a.outer)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         ready, free = storage.ready.data_ptr(), storage.free.data_ptr()
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
