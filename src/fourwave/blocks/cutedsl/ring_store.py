@@ -49,6 +49,26 @@ def load(address: Int32, offset: int, *, loc=None, ip=None) -> Float32:
 
 
 @dsl_user_op
+def load_quad(address: Int32, offset: int, *, loc=None, ip=None) -> tuple:
+    """Four float32 of shared memory."""
+    kind = llvm.StructType.get_literal([Float32.mlir_type] * 4)
+    made = llvm.inline_asm(
+        kind, [Int32(address).ir_value(loc=loc, ip=ip)], f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{offset}];",
+        "=f,=f,=f,=f,r,~{memory}", has_side_effects=True, asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
+    return tuple(Float32(llvm.extractvalue(Float32.mlir_type, made, [i], loc=loc, ip=ip)) for i in range(4))
+
+
+@dsl_user_op
+def store(address: Int32, offset: int, value: Float32, *, loc=None, ip=None) -> None:
+    operands = [Int32(address).ir_value(loc=loc, ip=ip), Float32(value).ir_value(loc=loc, ip=ip)]
+    llvm.inline_asm(
+        None, operands, f"st.shared.f32 [$0+{offset}], $1;", "r,f,~{memory}", has_side_effects=True,
+        asm_dialect=llvm.AsmDialect.AD_ATT, loc=loc, ip=ip,
+    )  # fmt: skip
+
+
+@dsl_user_op
 def _store_pair(address: Int32, offset: int, first: Float32, second: Float32, *, loc=None, ip=None) -> None:
     operands = [Int32(address), Float32(first), Float32(second)]
     llvm.inline_asm(

@@ -49,6 +49,7 @@ class HopperGroupedConfig:
                 their way out; 0: they leave from registers
     addend      of those, what they are added to: "load", TMA brings it; "reduce", memory adds
     quads       wgrad of FP8: TMA brings scales of blocks where it can
+    turn        with those: warps put them in the order in which threads read them
     stagger     wgrad of FP8: the second warpgroup starts a tile when the first has its first products
     other_n     "rows": 0, or a tile_n that the kernel takes instead, where rounds of such tiles of the groups that there are take less
                 time
@@ -79,6 +80,7 @@ class HopperGroupedConfig:
     late: bool = False
     behind: bool = False
     carry: bool = False
+    turn: bool = True
     overlap: bool = True
 
     def __str__(self) -> str:
@@ -162,7 +164,7 @@ def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
         else:
             stage += 4 * (config.tile_m + (config.tile_n if problem.split == REDUCTION else 4))
     if problem.split == REDUCTION and bulk_scales(problem, config) is not None:
-        stage += 12 * (config.tile_m + config.tile_n)
+        stage += 12 * (config.tile_m + config.tile_n) + (256 + 8 if config.turn else 0)
     tables = 3 if last_halves(problem, config) else 2
     total = config.num_stages * stage + 4 * (tables * table_groups(problem) + 32) + 2 * BARRIER_BYTES
     if config.schedule == "swapped":
@@ -335,6 +337,8 @@ def candidates(problem: GroupedProblem) -> tuple[HopperGroupedConfig, ...]:
             for cluster in ((1, 1), (1, 2), (2, 1))
             if n <= most
         ]
+        if problem.accumulate:
+            tiles += [replace(tile, addend="reduce") for tile in tiles if tile.addend == "load" and tile.ring > 0]
         return _allowed(problem, tiles)
     average = -(-problem.M // min(problem.G, problem.M))
     tokens = next((tile for tile in _TOKENS if tile >= average), _TOKENS[-1])
@@ -372,6 +376,9 @@ _SMEM_BYTES_PER_CYCLE = 128
 _L2_BYTES_PER_CYCLE = 46  # per SM, where all read
 _TURN_SECONDS = 0.3e-6
 _ROWS_TURN_SECONDS = 2.4e-6
+# Of the store's time that out's bytes allow: what a tile's products do not hide, and what it takes where there are few.
+_STORE_LOADED, _STORE_REDUCED = (0.9, 1.2), (0.63, 1.8)
+_SCALED_WGRAD = 1.5  # steps with a scale of each row and column, over those without
 _SWAPPED_STEP_SECONDS = 0.15e-6  # at least: the producer's
 _SPLIT_SECONDS = 0.5e-6
 _UNEQUAL_TILES = 0.6  # that each of random groups has beyond its share of all rows
@@ -401,12 +408,18 @@ def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
         steps = -(-problem.K * size // (problem.G * SWIZZLE_BYTES))
         out = config.tile_m * config.tile_n * problem.out_dtype.itemsize * (2 if problem.accumulate else 1)
         multiply, store = steps * step_seconds(config), out / _SM_BYTES_PER_SECOND
+        if block_scaled(problem):
+            multiply *= _SCALED_WGRAD
         if not rings(problem, config):
             if problem.accumulate and config.tile_n > 128:
                 store += _ROWS_TURN_SECONDS  # measured: L2's additions come in one burst
             return turns * (multiply + store + _TURN_SECONDS * (1 + config.tile_n / 64))
-        waits = config.tile_n // 32 - config.ring  # pieces that find no room
-        return turns * (max(multiply + _TURN_SECONDS * (1 + waits), store) + _TURN_SECONDS * config.tile_n / 64)
+        beside, alone = _STORE_LOADED
+        if problem.accumulate and config.addend == "reduce":
+            beside, alone = _STORE_REDUCED
+        elif config.ring < 4:
+            alone *= 1.2  # too little on its way
+        return turns * max(multiply + beside * store, alone * store)
     used = min(problem.G, problem.M)
     rows = -(-problem.M // used)
     high = -(-rows // (config.tile_m * config.cluster_m))

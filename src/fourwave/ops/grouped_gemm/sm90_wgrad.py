@@ -43,7 +43,7 @@ from fourwave.blocks.cutedsl.schedule import tile_of
 
 TILE_M = 128
 ROWS = 64  # of a consumer
-BOTH, BEHIND = 4, 5  # named barriers
+BOTH, BEHIND, TURN = 4, 5, 6  # named barriers
 SERVER = 1  # the warp that sees to the ring
 QUAD = 4  # k blocks whose scales TMA brings together: 16 bytes of each row
 LANES = 32
@@ -82,6 +82,29 @@ class GroupedWgrad:
     ring: Any = None
     stagger: bool = False
     quads: bool = False
+    turn: bool = False
+
+    @property
+    def turned(self) -> bool:
+        return self.turn and self.quads
+
+    @property
+    def pitch(self) -> int:
+        """Floats from one lane's columns to the next one's, of four lanes: 16 bytes more than they are, so that all are in banks of their own."""
+        return self.tile_n // 4 + 4
+
+    @property
+    def slot_a_bytes(self) -> int:
+        return TILE_M * self.scale_bytes
+
+    @property
+    def slot_b_bytes(self) -> int:
+        return 16 * QUAD * self.pitch if self.turned else self.tile_n * self.scale_bytes
+
+    @property
+    def step_bytes(self) -> tuple[int, int]:
+        """From a k block of a slot to the next, of a's scales and of b's."""
+        return (4 * TILE_M, 16 * self.pitch) if self.turned else (4, 4)
 
     @property
     def pair(self) -> bool:
@@ -116,10 +139,11 @@ class GroupedWgrad:
 
     @cute.jit
     def quad_partition(
-        self, atom: cute.CopyAtom, coordinates: cute.Tensor, shared: cute.Pointer, extent: cutlass.Constexpr, row: Int32, block: Int32
+        self, atom: cute.CopyAtom, coordinates: cute.Tensor, shared: cute.Pointer, extent: cutlass.Constexpr, slot_bytes: cutlass.Constexpr,
+        row: Int32, block: Int32,
     ):  # fmt: skip
         """(shared [copy, slot], global [copy, 1, quad]) from a row and a block of k on."""
-        layout = cute.make_layout((extent, QUAD, self.scale_slots), stride=(QUAD, 1, QUAD * extent))
+        layout = cute.make_layout((extent, QUAD, self.scale_slots), stride=(QUAD, 1, slot_bytes // 4))
         tiles = cute.local_tile(cute.domain_offset((row, block), coordinates), (extent, QUAD), (None, None))
         return cpasync.tma_partition(
             atom, 0, cute.make_layout(1), cute.group_modes(cute.make_tensor(shared, layout), 0, 2), cute.group_modes(tiles, 0, 2)
@@ -212,19 +236,18 @@ class GroupedWgrad:
             empty: cute.struct.MemRange[Int64, self.num_stages]
             ready: cute.struct.MemRange[Int64, max(1, slots)]
             done: cute.struct.MemRange[Int64, max(1, slots)]
+            turned: cute.struct.MemRange[Int64, self.scale_slots]
             row_end: cute.struct.MemRange[Int32, self.groups]
             tile_end: cute.struct.MemRange[Int32, self.groups + 32]
             a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
             b: cute.struct.Align[cute.struct.MemRange[loader_b.dtype, cute.cosize(layout_b)], SMEM_ALIGN]
             pieces: cute.struct.Align[cute.struct.MemRange[Float32, ring_elements], SMEM_ALIGN]
             scales_a: cute.struct.Align[
-                cute.struct.MemRange[Float32, self.scale_slots * TILE_M * self.scale_bytes // 4 if self.blocks else 4],
+                cute.struct.MemRange[Float32, self.scale_slots * self.slot_a_bytes // 4 if self.blocks else 4],
                 128,
             ]
             scales_b: cute.struct.Align[
-                cute.struct.MemRange[
-                    Float32, self.scale_slots * self.tile_n * self.scale_bytes // 4 if self.blocks else 4
-                ],
+                cute.struct.MemRange[Float32, self.scale_slots * self.slot_b_bytes // 4 if self.blocks else 4],
                 128,
             ]
             out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, out_elements], 16]
@@ -233,6 +256,7 @@ class GroupedWgrad:
         smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
+        turned = storage.turned.data_ptr()
         ready, done = storage.ready.data_ptr(), storage.done.data_ptr()
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
         scales_a, scales_b = storage.scales_a.data_ptr(), storage.scales_b.data_ptr()
@@ -240,6 +264,8 @@ class GroupedWgrad:
             for i in cutlass.range_constexpr(self.num_stages):
                 cute.arch.mbarrier_init(full + i, 1 + LANES * self.copiers if self.words else 1)
                 cute.arch.mbarrier_init(empty + i, 8 * share)
+            for i in cutlass.range_constexpr(self.scale_slots):
+                cute.arch.mbarrier_init(turned + i, 2)
             for i in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(ready + i, 1)
                 cute.arch.mbarrier_init(done + i, 4)
@@ -286,6 +312,12 @@ class GroupedWgrad:
                         tile, num_tiles, clusters, tiles_m, tiles_n, band, rank, M, N, K, row_end, full, empty, scale_a, scale_b,
                         scales_a, scales_b, warp, lane,
                     )  # fmt: skip
+            if cutlass.const_expr(self.turned):
+                if warp >= 2:
+                    self.turn_scales(
+                        tile, num_tiles, clusters, tiles_m, tiles_n, band, rank, row_end, full, turned, scales_a, scales_b, warp,
+                        lane,
+                    )  # fmt: skip
             if warp == 0:
                 mask_a = mask_b = None
                 if cutlass.const_expr(loader_a.multicast > 1):
@@ -315,10 +347,10 @@ class GroupedWgrad:
                         # A box begins at a multiple of 16 bytes, or the instruction is illegal.
                         quad = block // QUAD * QUAD
                         shared_sa, global_sa = self.quad_partition(
-                            tma_sa, coordinates_sa, scales_a, TILE_M, m_tile * TILE_M, quad
+                            tma_sa, coordinates_sa, scales_a, TILE_M, self.slot_a_bytes, m_tile * TILE_M, quad
                         )
                         shared_sb, global_sb = self.quad_partition(
-                            tma_sb, coordinates_sb, scales_b, self.tile_n, n_tile * self.tile_n, quad
+                            tma_sb, coordinates_sb, scales_b, self.tile_n, self.slot_b_bytes, n_tile * self.tile_n, quad
                         )
                     for k in cutlass.range(steps, unroll=1):
                         cute.arch.mbarrier_wait(empty + write.index, write.phase)
@@ -384,9 +416,13 @@ class GroupedWgrad:
             turn = Int32(0)
             products = cute.make_rmem_tensor(self.tile_n // 2 if self.blocks and self.ahead else 2, Float32)
             own_a_scales = scales_a.toint().to(Int32)
-            own_a_scales += (consumer * ROWS + thread // 32 * 16 + lane // 4) * self.scale_bytes
-            own_b_scales = scales_b.toint().to(Int32) + lane % 4 * (2 * self.scale_bytes)
-            slot, within = Int32(self.scale_slots - 1), Int32(0)
+            row_bytes = 4 if self.turned else self.scale_bytes
+            own_a_scales += (consumer * ROWS + thread // 32 * 16 + lane // 4) * row_bytes
+            own_b_scales = scales_b.toint().to(Int32) + lane % 4 * (
+                4 * self.pitch if self.turned else 2 * self.scale_bytes
+            )
+            at_b = own_b_scales
+            slot, block, slot_phase = Int32(self.scale_slots - 1), Int32(0), Int32(1)
             while tile < num_tiles:
                 g, m_tile, n_tile = self.place(tile, tiles_m, tiles_n, band, rank)
                 first, steps, end = self.span(row_end, g)
@@ -413,19 +449,27 @@ class GroupedWgrad:
                         self.clear(loader_b, bytes_b, read.index, low, high, both)
                         cute.arch.fence_proxy("async.shared", space="cta")
                         cute.arch.barrier(barrier_id=BOTH, number_of_threads=2 * WARPGROUP)
+                    if cutlass.const_expr(self.quads):
+                        block = (first // 128 + k) % QUAD
+                        if self.begins_quad(first // 128, k):
+                            slot = self.next_slot(slot)
+                            if cutlass.const_expr(self.turned):
+                                if slot == 0:
+                                    slot_phase = slot_phase ^ 1
+                                cute.arch.mbarrier_wait(turned + slot, slot_phase)
+                    else:
+                        slot = read.index
                     warpgroup.fence()
                     if cutlass.const_expr(self.promote):
                         self.issue(mma, acc, operand_a, operand_b, read.index, True)
                         if cutlass.const_expr(self.blocks):
-                            # ptxas moves nothing across it: loads between the wgmmas would hold those up.
+                            # ptxas moves nothing across these: loads between the wgmmas would hold those up, and what is computed here
+                            # would be when they have ended.
                             cute.arch.sync_warp()
-                            if cutlass.const_expr(self.quads):
-                                if self.begins_quad(first // 128, k):
-                                    slot = self.next_slot(slot)
-                                within = (first // 128 + k) % QUAD * 4
-                            else:
-                                slot = read.index
-                            self.load_factors(products, own_a_scales + within, own_b_scales + within, slot)
+                            at_a = own_a_scales + slot * self.slot_a_bytes + block * self.step_bytes[0]
+                            at_b = own_b_scales + slot * self.slot_b_bytes + block * self.step_bytes[1]
+                            self.load_factors(products, at_a, at_b)
+                            cute.arch.sync_warp()
                         warpgroup.wait_group(0)
                         if cutlass.const_expr(self.stagger):
                             if behind & (consumer == 0) & (k == 0):
@@ -435,7 +479,7 @@ class GroupedWgrad:
                         after = read.clone()
                         after.advance()
                         there = cute.arch.mbarrier_test_wait(full + after.index, after.phase)
-                        self.add(acc, total, products, own_b_scales + within, slot)
+                        self.add(acc, total, products, at_b)
                         if cutlass.const_expr(not self.ahead):
                             self.release(empty + read.index, lane)
                     else:
@@ -635,48 +679,84 @@ class GroupedWgrad:
             slot = Int32(0)
         return slot
 
-    def column_pair(self, address: Int32, i: int):
-        """Scales of a thread's two columns among 8, the i-th ones."""
-        if not self.quads:
-            return ring_store.load_pair(address, 32 * i)
-        return [ring_store.load(address, self.scale_bytes * (8 * i + c)) for c in range(2)]
+    def columns_of(self, address: Int32, i: int):
+        """Scales of a thread's four columns among 16, the i-th ones: of either 8 two."""
+        if self.turned:
+            return ring_store.load_quad(address, 16 * i)
+        if self.quads:
+            return [ring_store.load(address, 16 * (16 * i + 8 * (c // 2) + c % 2)) for c in range(4)]
+        return [*ring_store.load_pair(address, 64 * i), *ring_store.load_pair(address, 64 * i + 32)]
 
     @cute.jit
-    def load_factors(self, factors: cute.Tensor, scales_a: Int32, scales_b: Int32, slot: Int32):
+    def turn_scales(
+        self, tile: Int32, num_tiles: Int32, clusters: Int32, tiles_m: Int32, tiles_n: Int32, band: Int32, rank: Int32,
+        row_end: cute.Pointer, full: cute.Pointer, turned: cute.Pointer, scales_a: cute.Pointer, scales_b: cute.Pointer,
+        warp: Int32, lane: Int32,
+    ):  # fmt: skip
+        """The last two warps: a slot of scales, which TMA has brought row by row, becomes one of k blocks, of which each has a's rows one after
+        the other, and of b's columns those of a thread."""
+        own = LANES * (warp - 2) + lane
+        base_a, base_b = scales_a.toint().to(Int32), scales_b.toint().to(Int32)
+        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
+        slot = Int32(self.scale_slots - 1)
+        while tile < num_tiles:
+            g, _, _ = self.place(tile, tiles_m, tiles_n, band, rank)
+            first, steps, _ = self.span(row_end, g)
+            for k in cutlass.range(steps, unroll=1):
+                if self.begins_quad(first // 128, k):
+                    slot = self.next_slot(slot)
+                    cute.arch.mbarrier_wait(full + read.index, read.phase)
+                    slot_a, slot_b = base_a + slot * self.slot_a_bytes, base_b + slot * self.slot_b_bytes
+                    rows = [ring_store.load_quad(slot_a + own * 16, 1024 * i) for i in range(TILE_M // 64)]
+                    columns = [ring_store.load_quad(slot_b + own * 16, 1024 * i) for i in range(self.tile_n // 64)]
+                    cute.arch.barrier(barrier_id=TURN, number_of_threads=64)  # all have been read
+                    for i in cutlass.range_constexpr(TILE_M // 64):
+                        for step in cutlass.range_constexpr(QUAD):
+                            ring_store.store(slot_a + own * 4, step * (4 * TILE_M) + 256 * i, rows[i][step])
+                    # Column 8 i + 2 q + c: of a thread with lane % 4 == q the (2 i + c)-th.
+                    target = slot_b + (own % 8 // 2 * self.pitch + own // 8 * 2 + own % 2) * 4
+                    for i in cutlass.range_constexpr(self.tile_n // 64):
+                        for step in cutlass.range_constexpr(QUAD):
+                            ring_store.store(target, step * (16 * self.pitch) + 64 * i, columns[i][step])
+                    cute.arch.fence_proxy("async.shared", space="cta")  # TMA writes there next
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(turned + slot)
+                read.advance()
+            tile += clusters
+
+    @cute.jit
+    def load_factors(self, factors: cute.Tensor, scales_a: Int32, scales_b: Int32):
         """factors: what a thread's values are multiplied by, in their order: computed while the products run, so that one operation for each is left
         when they are there. scales_*: addresses of this thread's first ones, of its rows and of its columns.
 
         Of tiles too wide for that (not `ahead`) the scales of the two rows."""
-        rows = [
-            ring_store.load(scales_a + slot * (self.scale_bytes * TILE_M), 8 * self.scale_bytes * i) for i in range(2)
-        ]
+        rows = [ring_store.load(scales_a, (32 if self.turned else 8 * self.scale_bytes) * i) for i in range(2)]
         if cutlass.const_expr(not self.ahead):
             factors[0], factors[1] = rows[0], rows[1]
         else:
-            own = scales_b + slot * (self.scale_bytes * self.tile_n)
-            for i in cutlass.range_constexpr(self.tile_n // 8):
-                columns = self.column_pair(own, i)
-                for v in cutlass.range_constexpr(4):
-                    factors[4 * i + v] = rows[v // 2] * columns[v % 2]
+            for i in cutlass.range_constexpr(self.tile_n // 16):
+                columns = self.columns_of(scales_b, i)
+                for v in cutlass.range_constexpr(8):
+                    factors[8 * i + v] = rows[v // 2 % 2] * columns[v // 4 * 2 + v % 2]
             for v in cutlass.range_constexpr(cute.size(factors)):
                 factors[v] = mma_block._pinned(factors[v])
 
     @cute.jit
-    def add(self, acc: cute.Tensor, total: cute.Tensor, factors: cute.Tensor, scales_b: Int32, slot: Int32):
+    def add(self, acc: cute.Tensor, total: cute.Tensor, factors: cute.Tensor, scales_b: Int32):
         """total += acc * scales. Pinned: as in mma_block._promote."""
         for v in cutlass.range_constexpr(cute.size(acc)):
             acc[v] = mma_block._pinned(acc[v])
-        own = scales_b + slot * (self.scale_bytes * self.tile_n)
-        for i in cutlass.range_constexpr(cute.size(acc) // 4):  # 8 columns
-            if cutlass.const_expr(not self.blocks):
-                for v in cutlass.range_constexpr(4):
-                    total[4 * i + v] = total[4 * i + v] + acc[4 * i + v]
-            elif cutlass.const_expr(self.ahead):
-                for v in cutlass.range_constexpr(4):
-                    total[4 * i + v] = total[4 * i + v] + acc[4 * i + v] * factors[4 * i + v]
-            else:
-                columns = self.column_pair(own, i)
-                for v in cutlass.range_constexpr(4):
-                    total[4 * i + v] = total[4 * i + v] + acc[4 * i + v] * factors[v // 2] * columns[v % 2]
+        for i in cutlass.range_constexpr(cute.size(acc) // 8):  # 16 columns
+            if cutlass.const_expr(self.blocks and not self.ahead):
+                columns = self.columns_of(scales_b, i)
+            for v in cutlass.range_constexpr(8):
+                at = 8 * i + v
+                if cutlass.const_expr(not self.blocks):
+                    total[at] = total[at] + acc[at]
+                elif cutlass.const_expr(self.ahead):
+                    total[at] = total[at] + acc[at] * factors[at]
+                else:
+                    total[at] = total[at] + acc[at] * factors[v // 2 % 2] * columns[v // 4 * 2 + v % 2]
         for v in cutlass.range_constexpr(cute.size(acc)):
             total[v] = mma_block._pinned(total[v])
