@@ -227,8 +227,12 @@ class RingStore:
                         value = value + held[v + c]
                     held[v + c] = value
                 _store_pair(address, offset, held[v], held[v + 1])
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(done + slot)
+            # What arrives from memory is sent back as soon as it can be; of other pieces one fence serves a turn of the ring.
+            told = 1 if self.addend == "load" else self.slots
+            if cutlass.const_expr((j + 1) % told == 0):
+                cute.arch.fence_proxy("async.shared", space="cta")
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    for i in cutlass.range_constexpr(told):
+                        cute.arch.mbarrier_arrive(done + (slot + 1 - told + i))
         return turn ^ (self.turns % 2)

@@ -85,6 +85,8 @@ class HopperGroupedConfig:
 
     def __str__(self) -> str:
         more = f"split {self.split}" if self.schedule == "swapped" else f"cluster {self.cluster_m}x{self.cluster_n}"
+        if self.ring:
+            more += f", ring of {self.ring}, {self.addend}"
         tile_n = f"{self.tile_n}/{self.other_n}" if self.other_n else f"{self.tile_n}"
         tile_m = f"{self.tile_m}/{self.other_m}" if self.other_m else f"{self.tile_m}"
         return f"{tile_m}x{tile_n}x{self.tile_k} {self.schedule}, {self.num_stages} stages, {more}"
