@@ -1,5 +1,6 @@
 """The demo: its input, its checks (shown to fail when a product is wrong), and the whole of it on the simulator."""
 
+import importlib.util
 import io
 import json
 
@@ -13,11 +14,22 @@ from fourwave.cli.app import app
 from fourwave.demo import run as demo_run
 from fourwave.demo import text
 from fourwave.demo.linear import GemmLinear, LinearRecord
-from fourwave.demo.model import EmbeddingModel
+from fourwave.demo.model import EmbeddingModel, ModelUnavailable, model_dir
 
 SIM_MISSING = registry.get("sim:gfx950").unavailable()
 needs_sim = pytest.mark.skipif(SIM_MISSING is not None, reason=f"simulator: {SIM_MISSING}")
 NO_GPU = registry.get("flydsl").unavailable()
+
+
+def why_no_model():
+    try:
+        model_dir()
+    except ModelUnavailable as why:
+        return str(why)
+    return None if importlib.util.find_spec("transformers") else "transformers is not installed"
+
+
+needs_model = pytest.mark.skipif(why_no_model() is not None, reason=str(why_no_model()))
 TWO = ("A cat sleeps on the sofa.", "The kitten naps on the couch.")
 
 
@@ -54,6 +66,7 @@ def embedder():
     return EmbeddingModel.load()
 
 
+@needs_model
 def test_batching_keeps_the_order_of_the_sentences(embedder):
     sentences = ["A rather long sentence about the weather in the mountains.", "Short.", "Of middling length."]
     together = embedder.embed(embedder.batches(sentences, size=2))
@@ -61,11 +74,13 @@ def test_batching_keeps_the_order_of_the_sentences(embedder):
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
 
 
+@needs_model
 def test_model_knows_what_is_similar(embedder):
     a, b, c = embedder.embed(embedder.batches([*TWO, "Interest rates rose again."]))
     assert a @ b > 0.5 > 0.2 > a @ c
 
 
+@needs_model
 def test_native_run_covers_every_linear():
     started: list[int] = []
     seen: list[LinearRecord] = []
@@ -115,6 +130,7 @@ def test_linear_keeps_leading_dimensions_and_reads_views():
     assert (records[0].M, records[0].N, records[0].K) == (10, 40, 96) and records[0].max_ratio <= 1
 
 
+@needs_model
 def test_command_fails_when_a_product_is_wrong(monkeypatch):
     gemm = fw.gemm
     monkeypatch.setattr(fw, "gemm", lambda a, b, **options: gemm(a, b, **options) * 1.001)
@@ -123,12 +139,14 @@ def test_command_fails_when_a_product_is_wrong(monkeypatch):
     assert "exceed their error bound" in result.output
 
 
+@needs_model
 def test_command_fails_when_the_embedding_drifts(monkeypatch):
     monkeypatch.setattr(demo_run, "MIN_COSINE", 1.0 + 1e-9)
     result = CliRunner().invoke(app, ["demo", "--backend", "native", *TWO])
     assert result.exit_code == 1 and "cosine to full precision" in result.output
 
 
+@needs_model
 def test_command_takes_stdin_and_says_what_was_truncated(tmp_path):
     record = tmp_path / "demo.json"
     lines = "A short one.\n" + "word " * 300 + "\n"
@@ -153,6 +171,7 @@ def test_command_refuses_what_it_cannot_do(arguments, said):
     assert said in " ".join(result.output.split())
 
 
+@needs_model
 @needs_sim
 @pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
 def test_demo_on_the_simulator(tmp_path, arch):

@@ -25,6 +25,7 @@ from fourwave.testing.shapes import GEMM_SHAPES, GEMM_SHAPES_FULL, Shape, by_nam
 from targets import Target
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SIM = registry.get("sim").unavailable()
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
@@ -308,6 +309,7 @@ def test_gradients(target: Target) -> None:
     torch.testing.assert_close(dbias, dout2.double().sum(0).float())
 
 
+@pytest.mark.skipif(SIM is not None, reason=f"sim: {SIM}")
 @pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
 def test_a_single_element_of_any_stride(arch: str) -> None:
     """It counts as contiguous whatever its stride, and kernels are traced with stride 1."""

@@ -14,15 +14,20 @@ from typing import Any
 import pytest
 import torch
 
+import fourwave
+
 ROOT = Path(__file__).parents[2]
 
 
 def run(tmp_path: Path, *options: str) -> tuple[str, Any]:
     out = tmp_path / "losses.json"
     command = [sys.executable, str(ROOT / "examples" / "pretrain.py"), "--device", "cpu", "--out", str(out), *options]
-    done = subprocess.run(
-        command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    # The fourwave that this process has, whether it is installed or on a relative PYTHONPATH.
+    found = os.pathsep.join(
+        path for path in (str(Path(fourwave.__path__[0]).parent), os.environ.get("PYTHONPATH", "")) if path
     )
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": found}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(out.read_text())
 

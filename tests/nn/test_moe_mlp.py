@@ -9,9 +9,11 @@ import torch
 
 import fourwave as fw
 from fourwave import nn as fnn
+from fourwave.backends import registry
 
 R = fw.recipes
 BF16, FP32 = torch.bfloat16, torch.float32
+SIM = registry.get("sim").unavailable()
 
 
 def integers(*shape: int, low: int = -2, high: int = 3, dtype: torch.dtype = FP32) -> torch.Tensor:
@@ -228,6 +230,7 @@ def test_reads_nothing_on_the_host(recipe: R.Recipe) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(SIM is not None, reason=f"sim: {SIM}")
 @pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
 def test_runs_on_the_amd_kernels(arch: str) -> None:
     """Every product of a training step, simulated: the results of PyTorch's, but for the order of sums."""

@@ -52,6 +52,10 @@ def packages() -> dict[str, str | None]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found[name] = None
+    if found.get("torch"):
+        import torch
+
+        found["torch"] = str(torch.__version__)  # which build, too: 2.11.0+cu130
     return found
 
 
