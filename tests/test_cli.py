@@ -103,6 +103,7 @@ def test_check_of_an_arch_that_has_one_subject():
         assert result.exit_code == 2 and "fourwave check mxfp4" in words(result)
 
 
+@needs_sim
 def test_explain_of_both_mixes_and_both_names_of_blocks():
     for dtype in ("mxfp8_mxfp4", "mxfp4_mxfp8"):
         result = invoke("explain", "gemm", "64", "64", "256", "--dtype", dtype, "--backend", "sim:gfx950")
@@ -231,7 +232,7 @@ def test_explain_grouped_shows_what_the_compiler_made(tmp_path):
         (["gemm", "--isa", "--arch", "gfx90a"], "choose from gfx950, gfx942"),
         (["gemm", "--isa", "--arch", "gfx1250"], "choose from gfx950, gfx942"),
         (["gemm", "--dtype", "mxfp4", "--schedule"], "goes with --arch gfx1250"),
-        (["gemm", "--schedule", "--arch", "gfx1250"], "takes MXFP4"),
+        pytest.param(["gemm", "--schedule", "--arch", "gfx1250"], "takes MXFP4", marks=needs_sim),
         (["gemm", "1", "2", "3", "--svg", "x.svg"], "--svg goes with --schedule"),
         (["gemm", "--isa", "--backend", "sim:gfx942"], "--isa compiles for what --arch names"),
         (["grouped", "--isa", "--backend", "native"], "--isa compiles for what --arch names"),
@@ -366,6 +367,7 @@ def test_check_covers_every_layout_precision_shape_class_config_and_output(arch,
                 assert {case.out_direction for case in cases if case.out_format} == {"rowwise", "columnwise", "both"}
 
 
+@needs_sim
 @pytest.mark.parametrize(
     ("dtype", "backend", "said"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from fourwave.quantize.tensor import QuantizedTensor
 from fourwave.testing import GemmCase
 from fourwave.testing.exact_scales import ExactScales
 from fourwave.testing.shapes import Shape
+
+needs_flydsl = pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
 
 ARCH, BACKEND = "gfx950", "sim:gfx950"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -183,6 +186,7 @@ def test_images_of_chunks_side_by_side() -> None:
     assert lost(tile) == 0 < lost(replace(tile, together=1))
 
 
+@needs_flydsl
 def test_a_swizzle_that_loads_do_not_repeat_is_refused() -> None:
     """Four waves bring 4096 bytes with one load: eight lines of 512, and line 8 would be swizzled as line 0."""
     problem = GemmCase(Shape("", 64, 64, 1024)).problem
@@ -191,6 +195,7 @@ def test_a_swizzle_that_loads_do_not_repeat_is_refused() -> None:
     assert_right(GemmCase(Shape("", 40, 72, 600)), replace(config, tile_k=128))
 
 
+@needs_flydsl
 @pytest.mark.parametrize(
     ("layout", "index"), [("TN", 0), *(pytest.param("NN", i, marks=pytest.mark.slow) for i in range(3))]
 )

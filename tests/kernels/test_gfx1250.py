@@ -7,6 +7,7 @@ Truth is float64 from the values of the codes times the scales; the bound is tha
 from __future__ import annotations
 
 import functools
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -314,6 +315,7 @@ def compiled(**fields):
     return isa.compile_isa(problem_of(4096, 4096, 4096, **fields), None, ARCH)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
 @pytest.mark.parametrize(
     "fields",
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 from typing import Any
 
 import pytest
@@ -259,6 +260,7 @@ ISA_CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
 @pytest.mark.parametrize(("pair", "layout", "index"), ISA_CASES)
 def test_the_main_loop(pair: tuple[str, str], layout: str, index: int) -> None:
     kernel, config = compiled(pair, layout, index)

@@ -31,13 +31,12 @@ BITS: dict[str, Any] = {
 
 @lru_cache(maxsize=1)
 def bindings() -> Any:
-    from flydsl._mlir import ir
-
-    return ir
+    return pytest.importorskip("flydsl._mlir.ir", reason="FlyDSL is not installed")
 
 
 @lru_cache(maxsize=1)
 def context() -> Any:
+    bindings()
     from flydsl.compiler.jit_function import _create_mlir_context
 
     return _create_mlir_context()

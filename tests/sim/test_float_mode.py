@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fourwave as fw
+from fourwave import sim
 from fourwave.sim.float_mode import default_float_mode
 
 SMALL = 1e-39  # a denormal of float32 and of bfloat16
@@ -23,6 +24,7 @@ def twice(x: float) -> float:
     return float((torch.tensor([x]) * 2).item())
 
 
+@pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
 @pytest.mark.parametrize("arch", ["gfx950", "gfx942"])
 def test_denormals_are_kept_where_the_process_flushes_them(arch: str, flushed: None) -> None:
     x = torch.full((16, 32), 1.0)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import flydsl.compiler as flyc
 import pytest
 import torch
-from flydsl import expr as fx
 
 from fourwave import sim
 
-pytestmark = pytest.mark.skipif(sim.unavailable() is not None, reason=f"no simulator: {sim.unavailable()}")
+if sim.unavailable() is not None:
+    pytest.skip(f"no simulator: {sim.unavailable()}", allow_module_level=True)
+
+import flydsl.compiler as flyc
+from flydsl import expr as fx
 
 
 def helper(y, i, value):

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent / "witness"))
 import record
 import triton_cases as cases
 
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
 MODULES = record.load_modules()
 CASES = {c["id"]: c for c in cases.cases()}
 QUICK = re.compile(

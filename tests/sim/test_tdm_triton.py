@@ -6,6 +6,7 @@ hardware. Tensor edges cut tiles in every dimension; strides are wider than the 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import lzma
 from collections.abc import Callable
@@ -20,6 +21,7 @@ import pytest
 from fourwave.sim.module import run_module
 from fourwave.sim.report import Report
 
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
 CODES: dict[str, Any] = {"i8": np.uint8, "f16": np.uint16, "f32": np.uint32}
 
 

@@ -5,6 +5,7 @@ The modules are Triton 3.9's (witness/transpose_kernels.py makes them), with lay
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import lzma
 import re
@@ -17,6 +18,7 @@ import pytest
 
 from fourwave.sim.module import run_module
 
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("flydsl") is None, reason="FlyDSL is not installed")
 READS = {
     "gfx950": {"bf16": "tr16.b64", "fp8": "tr8.b64", "fp4": "tr4.b64"},
     "gfx1250": {"bf16": "tr16.b128", "fp8": "tr8.b64", "fp4": "tr4.b64"},
