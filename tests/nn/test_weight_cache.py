@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fourwave as fw
+from fourwave.nn import products
 from fourwave.nn.weights import WatchedParameter
 
 R = fw.recipes
@@ -248,6 +249,33 @@ def test_directions_are_kept_apart(kind: str, backward: Any) -> None:
             module(x, *rest, is_first_microbatch=first).sum().backward()
         grads.append(x.grad)
     assert torch.equal(grads[0], grads[1])
+
+
+@pytest.mark.parametrize(
+    "recipe", [R.CurrentScaling(), R.BlockScaling(), R.MXFP8(), R.MXFP4()], ids=lambda r: type(r).__name__
+)
+@pytest.mark.parametrize("kind", ["linear", "mlp", "grouped"])
+def test_kept_weights_where_columnwise_codes_are_stored_transposed(
+    kind: str, recipe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NVIDIA GPUs: a step with kept weights is the one without."""
+    monkeypatch.setattr(products, "_stores_transposed", lambda t, plan, backend: "mxfp4" not in (plan.w_t, plan.g_t))
+    torch.manual_seed(1)
+    module: Any = {
+        "linear": lambda: fw.nn.Linear(64, 128), "mlp": lambda: fw.nn.LayerNormMLP(64, 128),
+        "grouped": lambda: fw.nn.GroupedLinear(2, 64, 128),
+    }[kind]()  # fmt: skip
+    sizes = [torch.tensor([32, 32])] * (kind == "grouped")
+    results = []
+    for first in (None, True, False):
+        module.zero_grad()
+        x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with fw.autocast(recipe=recipe):
+            y = module(x, *sizes, is_first_microbatch=first)
+        y.square().sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in module.parameters())])
+    for kept in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(kept, results[0], strict=True))
 
 
 @pytest.mark.parametrize("backward", ["quantized", "high_precision"])

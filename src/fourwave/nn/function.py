@@ -169,12 +169,21 @@ def linear(
     return y
 
 
-def quantize_weight(weight: Tensor, call_plan: Plan, step: Step, slot: int, *, need_row: bool, need_col: bool) -> Pair:
-    """The weight as `linear` would quantize it."""
+def quantize_weight(
+    weight: Tensor,
+    call_plan: Plan,
+    step: Step,
+    slot: int,
+    *,
+    need_row: bool,
+    need_col: bool,
+    transposed: bool | None = None,
+) -> Pair:
+    """The weight as `linear` would quantize it. transposed: see `pair`."""
     scale = step.scales[slot + WEIGHT, 0] if call_plan.delayed and step.scales is not None else None
     return pair(
         weight.detach(), call_plan.w, call_plan.w_t, call_plan, need_row=need_row, need_col=need_col, scale=scale,
-        fnuz=step.fnuz, backend=step.backend,
+        fnuz=step.fnuz, backend=step.backend, transposed=transposed,
     )  # fmt: skip
 
 

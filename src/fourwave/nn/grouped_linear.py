@@ -33,6 +33,8 @@ class GroupedLinear(LinearBase):
     of a group are quantized along their out_features, too, which must be a multiple of the block (32, 128), in training.
     """
 
+    _stores_transposed = False  # as of its operands that are not kept: transposed, all groups would be side by side
+
     def __init__(
         self,
         num_groups: int,

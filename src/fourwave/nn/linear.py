@@ -24,6 +24,9 @@ class LinearBase(QuantizedModule):
     """What modules with one or more weights share: main_grad, delayed wgrad, kept quantized weights."""
 
     _weights: tuple[str, ...] = ("weight",)
+    _stores_transposed: bool | None = (
+        None  # columnwise codes of kept weights; None: what the device's matrix units want
+    )
 
     def __init__(self, recipe: Recipe | None, fuse_wgrad_accumulation: bool, delay_wgrad_compute: bool) -> None:
         super().__init__(recipe)
@@ -148,7 +151,10 @@ class LinearBase(QuantizedModule):
         how = (plan.w, plan.w_t if need_col else None, plan.mx_rule, plan.block_rule, step.fnuz)
         cache = self._caches.setdefault(name, WeightCache())
         kept = cache.get(
-            weight, how, lambda: quantize_weight(weight, plan, step, slot, need_row=True, need_col=need_col),
+            weight, how,
+            lambda: quantize_weight(
+                weight, plan, step, slot, need_row=True, need_col=need_col, transposed=self._stores_transposed
+            ),
             refresh=bool(is_first_microbatch), parts=self._parts(name),
         )  # fmt: skip
         # dgrad in high precision multiplies the weight itself. Kept, it would be an alias of its memory, which forbids keeping.
