@@ -52,15 +52,43 @@ def test_flydsl_without_an_amd_gpu_raises_naming_what_is_missing(monkeypatch):
 
 
 @without_amd_gpu
-def test_auto_runs_native_and_tells_why_flydsl_did_not(monkeypatch):
+def test_auto_runs_native_and_tells_why_flydsl_did_not(monkeypatch, fresh_choices):
+    missing = str(registry.get("flydsl").unavailable())  # by now CuTe DSL may have been loaded in this process
     for variable in (None, "", "auto"):
         if variable is not None:
             monkeypatch.setenv("FOURWAVE_BACKEND", variable)
         told = fw.explain(A, B)
         assert told.backend == "native"
-        assert told.rejected["flydsl"] == FLYDSL
+        assert told.rejected["flydsl"] == missing
         assert torch.equal(fw.gemm(A, B), fw.gemm(A, B, backend="native"))
-    assert FLYDSL is not None and FLYDSL in str(told) and "native" in str(told)
+    assert missing in str(told) and "native" in str(told)
+
+
+def test_operands_on_the_cpu_ask_nothing_of_a_gpu(monkeypatch, fresh_choices):
+    """On a machine with one: the answer would initialize it."""
+
+    def asked(*_):
+        raise AssertionError("asked which GPU there is")
+
+    flydsl, hopper = registry.get("flydsl"), registry.get("hopper")
+    missing = flydsl.unavailable()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(hopper, "unavailable", asked)
+    for name in ("get_device_capability", "get_device_name", "get_device_properties", "current_device", "init"):
+        monkeypatch.setattr(torch.cuda, name, asked)
+    for build in ("cuda", "hip"):
+        monkeypatch.setattr(torch.version, "cuda", "13.0" if build == "cuda" else None)
+        monkeypatch.setattr(torch.version, "hip", "7.0" if build == "hip" else None)
+        monkeypatch.setattr(flydsl, "unavailable", asked if build == "hip" else lambda: missing)
+        monkeypatch.setattr(hopper, "unavailable", asked if build == "cuda" else lambda: "no CUDA")
+        select.clear_cache()
+        for m in (0, 24):
+            told = fw.explain(A[:m], B)
+            where = "hopper" if build == "cuda" else "flydsl"
+            assert told.backend == "native" and "the operands are on the CPU, not on a" in told.rejected[where]
+            assert fw.gemm(A[:m], B).shape == (m, 40)
+            fw.quantize(A[:m], "mxfp8_e4m3")
+            fw.grouped_gemm(A[:m], B[None], torch.tensor([m]))
 
 
 def test_auto_never_takes_the_simulator():

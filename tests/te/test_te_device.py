@@ -54,7 +54,7 @@ def test_numbers_are_those_of_the_cpu(kind: str, name: str) -> None:
         for m in right, module:
             m.zero_grad()
             where = next(m.parameters()).device
-            inp = x.to(where).requires_grad_()
+            inp = x.detach().to(where).requires_grad_()
             with te.autocast(enabled=name != "none", recipe=RECIPES[name]):
                 y = m(inp, *more, is_first_microbatch=step < 2)
             y.backward(grad[:, : y.shape[1]].to(where))

@@ -34,10 +34,22 @@ class Backend(ABC):
     """One way to run the operations. Stateless: one instance per name serves every call."""
 
     name: str
+    gpu: tuple[str, str] | None = None  # whose builds of PyTorch it runs on, "cuda" or "hip", and what GPU it needs
 
     @abstractmethod
     def unavailable(self, arch: str | None = None) -> str | None:
         """Why this backend cannot run anything here (for `arch`, where it has several), or None."""
+
+    def unavailable_to(self, device_type: str) -> str | None:
+        """As `unavailable`, for operands there. For those on the CPU nothing is asked of a GPU: the question initializes it, after which
+        forked processes cannot use it, and PyTorch does not let that happen within a checkpoint."""
+        if device_type == "cpu" and self.gpu is not None:
+            import torch
+
+            builds, needed = self.gpu
+            if getattr(torch.version, builds) is not None and torch.cuda.is_available():
+                return f"the operands are on the CPU, not on {needed}"
+        return self.unavailable()
 
     def forget(self) -> None:
         """Ask again, at the next question, which packages and devices there are."""

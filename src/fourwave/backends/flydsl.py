@@ -62,6 +62,7 @@ class FlyDSLBackend(Backend):
     """The kernels in ops/*/cdna3.py, cdna4.py and gfx1250.py on the GPU that holds the operands."""
 
     name = "flydsl"
+    gpu = ("hip", "an AMD GPU")
 
     def unavailable(self, arch: str | None = None) -> str | None:
         missing = [why for why in (flydsl_missing(), guard.flydsl_conflict(), _device_missing()) if why]

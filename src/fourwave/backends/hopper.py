@@ -74,6 +74,7 @@ class HopperBackend(Backend):
     """The kernels in ops/*/sm90.py on the GPU that holds the operands."""
 
     name = "hopper"
+    gpu = ("cuda", "a Hopper GPU")
 
     def unavailable(self, arch: str | None = None) -> str | None:
         missing = [why for why in (cutedsl_missing(), guard.cutlass_conflict(), _device_missing()) if why]

@@ -143,7 +143,7 @@ def select(spec: str, problem: GemmProblem, config: GemmConfig | None) -> Select
     rejected: list[tuple[str, str]] = []
     for name in _GEMM_ORDER:
         backend = registry.get(name)
-        why = backend.unavailable() or _why_unsupported(backend, problem, config)
+        why = backend.unavailable_to(problem.device_type) or _why_unsupported(backend, problem, config)
         if why is None and config is None and not problem.is_empty:
             why = backend.why_not_automatic(problem)
         if why is None:
@@ -161,7 +161,7 @@ def _why_unsupported(backend: Backend, problem: GemmProblem, config: GemmConfig 
 def why_not(name: str, problem: GemmProblem, config: GemmConfig | None) -> str | None:
     """Why backend `name` cannot run `problem` here, or None when it can."""
     backend = registry.get(name)
-    return backend.unavailable() or _why_unsupported(backend, problem, config)
+    return backend.unavailable_to(problem.device_type) or _why_unsupported(backend, problem, config)
 
 
 def clear_cache() -> None:

@@ -368,7 +368,8 @@ def choose(spec: str, problem: QuantizeProblem) -> tuple[Backend, tuple[tuple[st
 
 
 def _why_not(backend: Backend, problem: QuantizeProblem) -> str | None:
-    return backend.unavailable() or (None if problem.is_empty else backend.why_quantize_unsupported(problem))
+    missing = backend.unavailable_to(problem.device_type)
+    return missing or (None if problem.is_empty else backend.why_quantize_unsupported(problem))
 
 
 @torch.library.custom_op("fourwave::quantize", mutates_args=())

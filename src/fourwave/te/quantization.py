@@ -190,7 +190,7 @@ class FP8GlobalStateManager(metaclass=_Manager):
 
     @staticmethod
     def fp8_graph_capturing() -> bool:
-        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
     @staticmethod
     def reset() -> None:

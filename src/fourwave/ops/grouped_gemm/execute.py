@@ -102,4 +102,4 @@ def _why_unsupported(backend: Backend, problem: GroupedProblem, config: GroupedC
 def why_not(name: str, problem: GroupedProblem, config: GroupedConfig | None) -> str | None:
     """Why backend `name` cannot run `problem` here, or None when it can."""
     backend = registry.get(name)
-    return backend.unavailable() or _why_unsupported(backend, problem, config)
+    return backend.unavailable_to(problem.device_type) or _why_unsupported(backend, problem, config)
