@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "archs(*names): run the test once for each arch of the simulator (tests/sim/machine.py)"
     )
-    config.addinivalue_line("markers", "each_device: run the test on the CPU and on a GPU (tests/te/conftest.py)")
+    config.addinivalue_line("markers", "each_device: of tests/te: run the test on the CPU and on a GPU")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -74,6 +74,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marker := metafunc.definition.get_closest_marker("archs"):
         metafunc.parametrize("_on_arch", marker.args, indirect=True)
+    if metafunc.definition.get_closest_marker("each_device"):
+        no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+        metafunc.parametrize("_te_device", ["cpu", pytest.param("cuda", marks=no_gpu)], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _te_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device for modules of fourwave.te and for a test's inputs.
+
+    Without `device=` these modules are on the GPU where there is one, and most tests' inputs are on the CPU. So for the time of a test of
+    tests/te the modules' default is the CPU; what is marked `each_device` runs on a GPU, too, and puts its inputs where the modules are.
+    """
+    if request.path.parent.name == "te" and getattr(request, "param", "cpu") == "cpu":
+        from fourwave.te import distributed, modules
+
+        monkeypatch.setattr(modules, "_device", lambda device: device)
+        monkeypatch.setattr(distributed, "_random", lambda: torch)
 
 
 @pytest.fixture(autouse=True)

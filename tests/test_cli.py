@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import typing
+from typing import Any
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ def test_every_option_is_named_where_it_is_declared():
     """typer 0.27 takes the name from metavar where it is the parameter's but for case: `arch` becomes `--ARCH`. Up to
     0.26, a parameter in capitals is handed over in small letters."""
     commands = [*app.registered_commands, *bench_app.registered_commands, app.registered_callback]
-    for function in (command.callback for command in commands):
+    functions: list[Any] = [None if command is None else command.callback for command in commands]
+    for function in functions:
         for parameter, kind in typing.get_type_hints(function, include_extras=True).items():
             for declared in getattr(kind, "__metadata__", ()):
                 if isinstance(declared, OptionInfo):

@@ -445,7 +445,7 @@ def test_products_of_scales_may_leave_float32(target: Target) -> None:
     assert not out[1:].any() and not out.isnan().any()
 
 
-GPU_CASES = {
+GPU_CASES: dict[str, tuple[str | None, str | None, dict[str, Any]]] = {
     "fp8 in and out": ("fp8_e4m3", "fp8_e4m3", {"out_format": "fp8_e4m3", "out_scale": torch.tensor(2.0)}),
     "fp8 in, mxfp8 out": ("fp8_e4m3", "fp8_e4m3", {"out_format": "mxfp8_e4m3"}),
     "mxfp8 in and out": ("mxfp8_e4m3", "mxfp8_e4m3", {"out_format": "mxfp8_e4m3"}),

@@ -32,7 +32,7 @@ def default_device() -> str:
 @pytest.mark.each_device
 @pytest.mark.parametrize("kind", MODULES)
 def test_where_parameters_are(kind: str, request: pytest.FixtureRequest) -> None:
-    asked = request.node.callspec.params["_default_device"]
+    asked = request.node.callspec.params["_te_device"]
     assert {p.device.type for p in MODULES[kind]().parameters()} == {asked}
     module = MODULES[kind](device="meta")
     module.reset_parameters()
