@@ -3,6 +3,7 @@ gradients and batches, torch.autocast."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
+from torch.utils import checkpoint
 
 import fourwave as fw
 from fourwave import nn as fnn
@@ -386,8 +388,6 @@ def test_main_grad_and_delayed_wgrad(recipe: str) -> None:
 @pytest.mark.parametrize("delay", [False, True])
 def test_main_grad_is_what_the_backward_pass_finds(delay: bool) -> None:
     """Given anew between the passes, where training loops have zero_grad()."""
-    import fourwave.te as te
-
     makes: list[tuple[Any, tuple[Any, ...]]] = [
         (lambda **k: fnn.Linear(64, 96, **k), ()),
         (lambda **k: fnn.LayerNormMLP(64, 96, **k), ()),
@@ -588,6 +588,33 @@ def test_results_may_be_changed_in_place(recipe: str) -> None:
             y += 1
             y.relu_().sum().backward()
             assert x.grad is not None
+
+
+@pytest.mark.parametrize("kept", ["product", "gemm_out", "quantize", "grouped_gemm"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_selective_checkpoints(recipe: str, kept: str) -> None:
+    """What they keep of an operator is what it returned, not what it wrote."""
+    contexts = functools.partial(
+        checkpoint.create_selective_checkpoint_contexts, [getattr(torch.ops.fourwave, kept).default]
+    )
+    makes: list[tuple[Any, tuple[Any, ...]]] = [
+        (lambda: fnn.LayerNormMLP(64, 96, activation="swiglu"), ()),
+        (lambda: fnn.GroupedLinear(2, 64, 128), (torch.tensor([4, 2]),)),
+    ]
+    for make, rest in makes:
+        results = []
+        for selective in (False, True):
+            torch.manual_seed(0)
+            module = make()
+            for step in range(3):
+                module.zero_grad()
+                x = randn(6, 64, seed=step).requires_grad_()
+                with fw.autocast(recipe=RECIPES[recipe]):
+                    run = functools.partial(checkpoint.checkpoint, module, use_reentrant=False, context_fn=contexts)
+                    y = (run if selective else module)(x, *rest)
+                y.square().sum().backward()
+            results.append([y, x.grad, *[p.grad for p in module.parameters()]])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,32 @@ def test_casts_and_moves_keep_scales_in_float32() -> None:
     assert module.delayed_scale is not None and module.delayed_scale.is_meta
 
 
+@pytest.mark.parametrize(
+    "recipe",
+    [R.DelayedScaling(amax_history_len=2), R.BlockScaling(scale="fp32"), R.MXFP4()],
+    ids=lambda r: type(r).__name__,
+)
+def test_models_made_in_bfloat16(recipe: Any) -> None:
+    """By torch.set_default_dtype, as transformers and training scripts do: scales are float32 all the same."""
+    results: list[list[Any]] = []
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            torch.manual_seed(0)
+            module = fnn.LayerNormMLP(32, 64, params_dtype=torch.bfloat16)
+            for step in range(3):
+                x = torch.randn(8, 32, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(step))
+                with fw.autocast(recipe=recipe):
+                    y = module(x)
+                    module(x[:0])
+                y.sum().backward()
+            results.append([y, module.fc1_weight.grad, *module.state_dict().values()])
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert len(results[0]) == len(results[1])
+    assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("kind", ["prepared", "own recipe"])
 def test_memory_that_to_empty_gives_is_not_taken_for_state(kind: str) -> None:
     """Models that are made on the meta device get parameters from reset_parameters or from a checkpoint, which may be without state."""

@@ -236,8 +236,8 @@ class QuantizedModule(nn.Module):
         """State of delayed scaling with a history of `length`: made, or the history cut or padded with zeros at its old end."""
         context.has_state(self)
         if self.delayed_scale is None or self.delayed_amax_history is None:
-            self.delayed_scale = torch.ones(self._slots, device=device)
-            self.delayed_amax_history = torch.zeros(length, self._slots, device=device)
+            self.delayed_scale = torch.ones(self._slots, dtype=torch.float32, device=device)
+            self.delayed_amax_history = torch.zeros(length, self._slots, dtype=torch.float32, device=device)
         elif len(self.delayed_amax_history) != length:
             self.delayed_amax_history = resized(self.delayed_amax_history, length)
 

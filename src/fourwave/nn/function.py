@@ -225,7 +225,7 @@ class _Linear(torch.autograd.Function):
         assert xs.row is not None and ws.row is not None
         needs_z = call.activation is not None and (call.need_x or call.need_w or call.need_b)
         out = None
-        if not torch.compiler.is_compiling():
+        if not products.functional():
             # Not a view of the product's matrix: what a function returns as a view may not be changed in place.
             columns = ws.row.shape[0] // (2 if call.activation == SWIGLU else 1)
             out = torch.empty(*x.shape[:-1], columns, dtype=call.dtype, device=x.device)

@@ -6,6 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils.checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fourwave.ops.gemm.api import gemm
 from fourwave.ops.gemm.check import Arguments
@@ -97,7 +99,7 @@ def transforms(plan: Plan, tokens: int) -> bool:
 
 def largest(t: Tensor) -> Tensor:
     """float32 (): largest magnitude, 0 of nothing."""
-    return t.abs().amax().float() if t.numel() else torch.zeros((), device=t.device)
+    return t.abs().amax().float() if t.numel() else torch.zeros((), dtype=torch.float32, device=t.device)
 
 
 def _stores_transposed(t: Tensor, plan: Plan, backend: str | None) -> bool:
@@ -152,6 +154,20 @@ def unpack(packed: Packed, tensors: list[Tensor]) -> Operand:
     )  # fmt: skip
 
 
+# Of torch.utils.checkpoint.create_selective_checkpoint_contexts: the modes of the first run and of the second.
+_SELECTIVE = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode)
+
+
+def functional() -> bool:
+    """Whether products have to return what they make: torch.compile need not think of mutation then, and selective checkpoints keep what an
+    operator returned, not what it wrote."""
+    if torch.compiler.is_compiling():
+        return True
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
 class Product(NamedTuple):
     out: Tensor
     preactivation: Tensor | None = None
@@ -175,8 +191,7 @@ def product(
     backend: str | None = None,
 ) -> Product:
     """fw.gemm that makes what it writes: preactivation and bias_grad are dtypes. Operands are matrices."""
-    if torch.compiler.is_compiling():
-        assert out is None
+    if out is None and functional():
         return _traced_product(
             a, b, trans_a, trans_b, out_dtype, bias, activation, preactivation, bias_grad, fast_accum, backend
         )  # fmt: skip

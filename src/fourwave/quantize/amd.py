@@ -198,7 +198,11 @@ def placeholder_arguments(spec: Spec) -> list[Any]:
         return jit_arguments(x, square, square, square, square, line, 16, 16, 0, 0, None)
     if isinstance(spec, cdna.AmaxSpec):
         return jit_arguments(x, line, line, 16, 16, None)
-    scale = square if spec.scaling == "1x32" else torch.zeros((16, 16) if "128" in spec.scaling else 16)
+    scale = (
+        square
+        if spec.scaling == "1x32"
+        else torch.zeros((16, 16) if "128" in spec.scaling else (16,), dtype=torch.float32)
+    )
     return jit_arguments(x, square, scale, square, scale, line, line, 16, 16, None)
 
 

@@ -65,7 +65,7 @@ def quantize_nothing(problem: QuantizeProblem, x: Tensor) -> QuantizeTensors:
     out = problem.allocate(x)
     for scale in (out.scale, out.columnwise_scale):
         if scale is not None:
-            zeros = torch.zeros(scale.shape, device=x.device)
+            zeros = torch.zeros(scale.shape, dtype=torch.float32, device=x.device)
             scale.copy_(scale_from_amax(zeros, problem.code_format, problem.scale_rule)[0])
     if out.amax is not None:
         out.amax.zero_()

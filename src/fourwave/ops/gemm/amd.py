@@ -112,7 +112,7 @@ def placeholder_arguments(spec: Specialisation):
         zeros((8, 8), torch.uint8 if problem.out_scaling == "1x32" else None),
         zeros((1, 8), torch.uint8 if problem.out_scaling == "1x32" else None),
     )
-    workspace = None if spec.config.split_k == 1 else torch.zeros(1, 1024)
+    workspace = None if spec.config.split_k == 1 else torch.zeros(1, 1024, dtype=torch.float32)
     return _jit_arguments(*_arguments(problem, tensors, workspace), None)
 
 

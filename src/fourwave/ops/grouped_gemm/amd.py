@@ -67,7 +67,7 @@ def placeholder_arguments(spec: Specialisation) -> list[Any]:
         zeros((3, 128) if problem.bias_dtype is not None else None, problem.bias_dtype),
         zeros(problem.a_scale_shape, scales), zeros(problem.b_scale_shape, scales),
     )  # fmt: skip
-    workspace = None if spec.config.split_k == 1 else torch.zeros(1, 1024)
+    workspace = None if spec.config.split_k == 1 else torch.zeros(1, 1024, dtype=torch.float32)
     return _jit_arguments(*_arguments(problem, spec.config, tensors, workspace), None)
 
 
