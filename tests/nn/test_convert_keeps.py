@@ -160,6 +160,17 @@ def test_what_computes_something_else_is_left_alone(kind: str, caplog: Any, told
     assert says in message and message.startswith("0 is left alone")
 
 
+def test_converted_ones_are_left_alone(caplog: Any, told: Any) -> None:
+    """Whatever recipe is given: it is said."""
+    model = fnn.convert(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), R.MXFP8(), lambda name, _: name == "0")
+    first: Any = model[0]  # type: ignore[index]
+    with caplog.at_level(logging.INFO, "fourwave.convert"):
+        fnn.convert(model, R.MXFP4())
+    assert model[0] is first and first.recipe == R.MXFP8() and model[1].recipe == R.MXFP4()  # type: ignore[index]
+    (message,) = (record.getMessage() for record in told())
+    assert "0 is left alone: it is one of this package already, with recipe=MXFP8" in message
+
+
 def test_a_model_is_converted_whole_or_not_at_all() -> None:
     def failing(name: str, _: nn.Linear) -> bool:
         if name == "2":

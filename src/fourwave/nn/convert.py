@@ -49,7 +49,7 @@ def convert(
     left: dict[str, str] = {}
 
     def chosen(path: str, module: nn.Module) -> bool:
-        if not isinstance(module, nn.Linear) or isinstance(module, Linear):
+        if not isinstance(module, nn.Linear):
             return False
         reason = _why_left(path, module)
         if reason is not None:
@@ -83,6 +83,8 @@ def convert(
 
 
 def _why_left(path: str, module: nn.Linear) -> str | None:
+    if isinstance(module, Linear):
+        return f"it is one of this package already, with recipe={module.recipe}, which may be set"
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}"
     for name in ("forward", "_compiled_call_impl"):
