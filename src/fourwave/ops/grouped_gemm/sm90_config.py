@@ -48,9 +48,6 @@ class HopperGroupedConfig:
     ring        wgrad into float32: pieces of 64 rows x 32 columns of a tile that each of two warpgroups has room for in shared memory, on
                 their way out; 0: they leave from registers
     addend      of those, what they are added to: "load", TMA brings it; "reduce", memory adds
-    quads       wgrad of FP8: TMA brings scales of blocks where it can
-    turn        with those: warps put them in the order in which threads read them
-    stagger     wgrad of FP8: the second warpgroup starts a tile when the first has its first products
     other_n     "rows": 0, or a tile_n that the kernel takes instead, where rounds of such tiles of the groups that there are take less
                 time
     other_m     "swapped": 0, or a tile_m that the kernel takes instead, likewise
@@ -72,15 +69,12 @@ class HopperGroupedConfig:
     split: int = 1
     ring: int = 0
     addend: str = "load"
-    stagger: bool = False
-    quads: bool = True
     other_n: int = 0
     other_m: int = 0
     other_stages: int = 0
     late: bool = False
     behind: bool = False
     carry: bool = False
-    turn: bool = True
     overlap: bool = True
 
     def __str__(self) -> str:
@@ -130,7 +124,7 @@ def bulk_scales(problem: GroupedProblem, config: HopperGroupedConfig) -> str | N
     if not block_scaled(problem) or config.schedule != "rows":
         return None
     if problem.split == REDUCTION:
-        return "quads" if config.quads and -(-problem.K // 128) % 4 == 0 else None
+        return "quads" if -(-problem.K // 128) % 4 == 0 else None
     if problem.a_scale_layout == "groups":
         return "strips"
     return "quads" if whole_steps(problem) else None
@@ -166,7 +160,7 @@ def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
         else:
             stage += 4 * (config.tile_m + (config.tile_n if problem.split == REDUCTION else 4))
     if problem.split == REDUCTION and bulk_scales(problem, config) is not None:
-        stage += 12 * (config.tile_m + config.tile_n) + (256 + 8 if config.turn else 0)
+        stage += 12 * (config.tile_m + config.tile_n) + 256 + 8
     tables = 3 if last_halves(problem, config) else 2
     total = config.num_stages * stage + 4 * (tables * table_groups(problem) + 32) + 2 * BARRIER_BYTES
     if config.schedule == "swapped":
@@ -379,7 +373,8 @@ _L2_BYTES_PER_CYCLE = 46  # per SM, where all read
 _TURN_SECONDS = 0.3e-6
 _ROWS_TURN_SECONDS = 2.4e-6
 # Of the store's time that out's bytes allow: what a tile's products do not hide, and what it takes where there are few.
-_STORE_LOADED, _STORE_REDUCED = (0.9, 1.2), (0.63, 1.8)
+_STORE_LOADED = 0.9, 1.2
+_STORE_REDUCED = {64: (0.7, 1.8), 128: (0.7, 1.8), 192: (0.53, 1.8), 256: (0.65, 1.8)}  # by tile_n
 _SCALED_WGRAD = 1.5  # steps with a scale of each row and column, over those without
 _SWAPPED_STEP_SECONDS = 0.15e-6  # at least: the producer's
 _SPLIT_SECONDS = 0.5e-6
@@ -418,7 +413,7 @@ def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
             return turns * (multiply + store + _TURN_SECONDS * (1 + config.tile_n / 64))
         beside, alone = _STORE_LOADED
         if problem.accumulate and config.addend == "reduce":
-            beside, alone = _STORE_REDUCED
+            beside, alone = _STORE_REDUCED.get(config.tile_n, _STORE_REDUCED[256])
         elif config.ring < 4:
             alone *= 1.2  # too little on its way
         return turns * max(multiply + beside * store, alone * store)

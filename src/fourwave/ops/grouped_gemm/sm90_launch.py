@@ -131,8 +131,7 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
             TmaLoader(a_type, config.tile_m, config.tile_k, k_last, config.num_stages, config.cluster_n),
             TmaLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, config.cluster_m),
             out_type, spec.accumulate, spec.a_scaling, spec.b_scaling, spec.promote, spec.vector, config.overlap,
-            spec.store_columns, config.cluster_size, "m" if config.cluster_m > 1 else "n", ring, config.stagger and spec.promote,
-            spec.bulk, config.turn,
+            spec.store_columns, config.cluster_size, "m" if config.cluster_m > 1 else "n", ring, spec.bulk,
         )  # fmt: skip
         out_align = ALIGN_BYTES if spec.vector else spec.out_dtype.itemsize
     else:

@@ -8,18 +8,17 @@ out     [G, M, N]; an empty group gives zeros, or the addend
 
 Cluster c takes tiles c, c + clusters, ... of all groups' tiles, group by group. One producer warp and two consumer warpgroups of 64 rows
 each, as in sm90.py. The CTAs of a pair have tiles side by side and load a's for each other, or below each other and load b's. Scales of
-blocks are copied by warps beside the producer, one of which takes longer than a step's products. A group's k begin and end anywhere. TMA
-brings tiles from its first row on, or, where k is contiguous, from the 16 bytes that this row is in, with scales of blocks from the block.
+blocks are brought by TMA and put in order by two warps beside the producer, or copied by such warps, one of which would take longer than a
+step's products (`quads`). A group's k begin and end anywhere. TMA brings tiles from its first row on, or, where k is contiguous, from the 16 bytes that this row is in, with scales of blocks from the block.
 In a group's first and last tile the consumers overwrite what belongs to its neighbours with zeros, of both operands, since zero times a
 neighbour's NaN is NaN. Float32 results leave beside the next tile's products (blocks.cutedsl.ring_store), which another warp of the
 producer's sees to; where their rows are not multiples of 16 bytes, and those of other types, from registers.
 
 Barriers
-  full    1 arrival, which announces TMA's bytes, and with scales one for each lane of the warps that copy them
+  full    1 arrival, which announces TMA's bytes, and where warps copy scales one for each lane of those
+  turned  of the two warps that put a slot of scales in order
   empty   of each consumer warp of each CTA of the cluster
-  named   BOTH: of both consumers, when they have written zeros
-          BEHIND: with `stagger` consumer 1 starts a tile when consumer 0's first products are there, so that one adds while the other's
-          products run
+  named   BOTH: of both consumers, when they have written zeros; TURN: of the two warps, when they have read a slot
 """
 
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ from fourwave.blocks.cutedsl.schedule import tile_of
 
 TILE_M = 128
 ROWS = 64  # of a consumer
-BOTH, BEHIND, TURN = 4, 5, 6  # named barriers
+BOTH, TURN = 4, 5  # named barriers
 SERVER = 1  # the warp that sees to the ring
 QUAD = 4  # k blocks whose scales TMA brings together: 16 bytes of each row
 LANES = 32
@@ -59,7 +58,7 @@ class GroupedWgrad:
     groups      that the table has room for, a multiple of 32
     vector      N, rows of out and their starts are multiples of 16 bytes
     quads       TMA brings scales of blocks, QUAD k blocks of a row at a time: rows of scales, and their starts, are multiples of 16
-                bytes. Else warps copy them word by word, 32 bytes from L2 for each
+                bytes; two warps put them in the order in which threads read them. Else warps copy them word by word, 32 bytes from L2 for each
     share       CTAs of a cluster; along: "m", they have tiles below each other and share b, or "n", side by side
     ring        a RingStore, of float32 results, or None
     """
@@ -80,13 +79,7 @@ class GroupedWgrad:
     share: int = 1
     along: str = "m"
     ring: Any = None
-    stagger: bool = False
     quads: bool = False
-    turn: bool = False
-
-    @property
-    def turned(self) -> bool:
-        return self.turn and self.quads
 
     @property
     def pitch(self) -> int:
@@ -99,12 +92,12 @@ class GroupedWgrad:
 
     @property
     def slot_b_bytes(self) -> int:
-        return 16 * QUAD * self.pitch if self.turned else self.tile_n * self.scale_bytes
+        return 16 * QUAD * self.pitch if self.quads else self.tile_n * self.scale_bytes
 
     @property
     def step_bytes(self) -> tuple[int, int]:
         """From a k block of a slot to the next, of a's scales and of b's."""
-        return (4 * TILE_M, 16 * self.pitch) if self.turned else (4, 4)
+        return (4 * TILE_M, 16 * self.pitch) if self.quads else (4, 4)
 
     @property
     def pair(self) -> bool:
@@ -312,7 +305,7 @@ class GroupedWgrad:
                         tile, num_tiles, clusters, tiles_m, tiles_n, band, rank, M, N, K, row_end, full, empty, scale_a, scale_b,
                         scales_a, scales_b, warp, lane,
                     )  # fmt: skip
-            if cutlass.const_expr(self.turned):
+            if cutlass.const_expr(self.quads):
                 if warp >= 2:
                     self.turn_scales(
                         tile, num_tiles, clusters, tiles_m, tiles_n, band, rank, row_end, full, turned, scales_a, scales_b, warp,
@@ -416,11 +409,8 @@ class GroupedWgrad:
             turn = Int32(0)
             products = cute.make_rmem_tensor(self.tile_n // 2 if self.blocks and self.ahead else 2, Float32)
             own_a_scales = scales_a.toint().to(Int32)
-            row_bytes = 4 if self.turned else self.scale_bytes
-            own_a_scales += (consumer * ROWS + thread // 32 * 16 + lane // 4) * row_bytes
-            own_b_scales = scales_b.toint().to(Int32) + lane % 4 * (
-                4 * self.pitch if self.turned else 2 * self.scale_bytes
-            )
+            own_a_scales += (consumer * ROWS + thread // 32 * 16 + lane // 4) * 4
+            own_b_scales = scales_b.toint().to(Int32) + lane % 4 * (4 * self.pitch if self.quads else 8)
             at_b = own_b_scales
             slot, block, slot_phase = Int32(self.scale_slots - 1), Int32(0), Int32(1)
             while tile < num_tiles:
@@ -429,12 +419,6 @@ class GroupedWgrad:
                 start = groups.start_of(row_end, g)
                 total.fill(0.0)
                 row, n0 = m_tile * TILE_M + consumer * ROWS, n_tile * self.tile_n
-                # Else consumer 0 could arrive for two tiles before consumer 1 waits for one, or wait for it with zeros to write.
-                behind = Boolean(False)
-                if cutlass.const_expr(self.stagger):
-                    behind = (steps >= self.num_stages) & (first == start)
-                    if behind & (consumer == 1):
-                        cute.arch.barrier(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
                 there = cute.arch.mbarrier_test_wait(full + read.index, read.phase)
                 for k in cutlass.range(steps, unroll=1):
                     if cutlass.const_expr(self.promote):
@@ -453,10 +437,9 @@ class GroupedWgrad:
                         block = (first // 128 + k) % QUAD
                         if self.begins_quad(first // 128, k):
                             slot = self.next_slot(slot)
-                            if cutlass.const_expr(self.turned):
-                                if slot == 0:
-                                    slot_phase = slot_phase ^ 1
-                                cute.arch.mbarrier_wait(turned + slot, slot_phase)
+                            if slot == 0:
+                                slot_phase = slot_phase ^ 1
+                            cute.arch.mbarrier_wait(turned + slot, slot_phase)
                     else:
                         slot = read.index
                     warpgroup.fence()
@@ -471,9 +454,6 @@ class GroupedWgrad:
                             self.load_factors(products, at_a, at_b)
                             cute.arch.sync_warp()
                         warpgroup.wait_group(0)
-                        if cutlass.const_expr(self.stagger):
-                            if behind & (consumer == 0) & (k == 0):
-                                cute.arch.barrier_arrive(barrier_id=BEHIND, number_of_threads=2 * WARPGROUP)
                         if cutlass.const_expr(self.ahead):
                             self.release(empty + read.index, lane)
                         after = read.clone()
@@ -681,10 +661,8 @@ class GroupedWgrad:
 
     def columns_of(self, address: Int32, i: int):
         """Scales of a thread's four columns among 16, the i-th ones: of either 8 two."""
-        if self.turned:
-            return ring_store.load_quad(address, 16 * i)
         if self.quads:
-            return [ring_store.load(address, 16 * (16 * i + 8 * (c // 2) + c % 2)) for c in range(4)]
+            return ring_store.load_quad(address, 16 * i)
         return [*ring_store.load_pair(address, 64 * i), *ring_store.load_pair(address, 64 * i + 32)]
 
     @cute.jit
@@ -731,7 +709,7 @@ class GroupedWgrad:
         when they are there. scales_*: addresses of this thread's first ones, of its rows and of its columns.
 
         Of tiles too wide for that (not `ahead`) the scales of the two rows."""
-        rows = [ring_store.load(scales_a, (32 if self.turned else 8 * self.scale_bytes) * i) for i in range(2)]
+        rows = [ring_store.load(scales_a, 32 * i) for i in range(2)]
         if cutlass.const_expr(not self.ahead):
             factors[0], factors[1] = rows[0], rows[1]
         else:
