@@ -322,22 +322,12 @@ def accumulate_promoted(
     begin = 0
     if cutlass.const_expr(unfinished is not None):
         # Turns of its own: in a branch of the loop, the store would take more registers than there are.
+        assert not tail
         begin = 1
-        leads = (late & (consumer == 0), turn) if stagger else ()
-        if cutlass.const_expr(tail):
-            if whole > 0:
-                read, ready = _promoted_steps(
-                    pipe, read, ready, mma_of(), total, acc, a, b, factors, scales, of_rows, of_columns, cell, slot, Int32(0), leads,
-                    behind, unfinished,
-                )  # fmt: skip
-            else:
-                unfinished[0].store(*unfinished[1], unfinished[2])
-                total.fill(0.0)
-        else:
-            read, ready = _promoted_steps(
-                pipe, read, ready, mma, total, acc, a, b, factors, scales, of_rows, of_columns, cell, slot, Int32(0), leads, behind,
-                unfinished,
-            )  # fmt: skip
+        read, ready = _promoted_steps(
+            pipe, read, ready, mma, total, acc, a, b, factors, scales, of_rows, of_columns, cell, slot, Int32(0),
+            (late & (consumer == 0), turn) if stagger else (), behind, unfinished,
+        )  # fmt: skip
     for turns in cutlass.range(begin, whole, unroll=1):
         lead = ()
         if cutlass.const_expr(stagger and unfinished is None):

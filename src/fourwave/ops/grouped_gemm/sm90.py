@@ -13,7 +13,7 @@ group's end belong to a neighbour: they are multiplied, each by itself, and not 
 neither loaded nor multiplied, nor does a pair's second CTA multiply where it has none.
 
 Producer: find a tile, tell the consumers with its first stage which it is. For every k step: wait until the stage is empty, TMA all tiles into it; with every fourth, the scales of
-four steps (blocks.cutedsl.stacked.SlotScales). With `promote` a tile has a multiple of four stages, of which the last may be empty.
+four steps (blocks.cutedsl.stacked.SlotScales).
 Consumer: for every half issue the products of a stage, wait for them, and with `promote` add them, times their scales, to float32
 sums; meanwhile the other consumer's products run (blocks.cutedsl.mma.accumulate_promoted, as in the dense kernel).
 
@@ -24,23 +24,25 @@ Barriers
           other's products run
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from fourwave.blocks.cutedsl import groups
 from fourwave.blocks.cutedsl import mma as mma_block
-from fourwave.blocks.cutedsl.loaders import SCALE_STEPS, TmaLoader
+from fourwave.blocks.cutedsl.loaders import SCALE_STEPS, SWIZZLE_BYTES, TmaLoader
 from fourwave.blocks.cutedsl.mma import WARPGROUP
 from fourwave.blocks.cutedsl.rows_store import RowsStore
 from fourwave.blocks.cutedsl.schedule import tile_of
 from fourwave.blocks.cutedsl.stacked import BlockScales, SlotScales, StackedLoader, Stages, partition_from, release
+from fourwave.ops.gemm.sm90_config import SMEM_BYTES
 
 HALF = 128  # rows of both consumers
 ROWS = 64  # of one
@@ -75,9 +77,7 @@ class Problem:
     empty: cute.Pointer
     row_end: cute.Pointer
     tile_end: cute.Pointer
-    told: cute.Pointer
-    row_scales: cute.Pointer
-    column_scales: cute.Pointer
+    stages: cute.Pointer
     rank: Int32
     clusters: Int32
     tile: Int32
@@ -100,7 +100,6 @@ class GroupedGemm:
     bulk        copy engines bring a's scales, which begin at 16 bytes: "strips" of those by group, "quads" of those by row
                 (blocks.cutedsl.stacked.SlotScales). Else cp.async does, word by word
     vector      N, rows of out and their starts are multiples of 16 bytes
-    behind, carry  HopperGroupedConfig
     whole       a tile has a multiple of SCALE_STEPS steps
     other       a GroupedGemm with another tile_n, or None: the kernel takes what needs less time for the groups that there are, were
                 a round of tiles to take `cost`
@@ -125,9 +124,6 @@ class GroupedGemm:
     last_halves: bool = False
     store_columns: int = 64
     along: str = "n"
-    late: bool = False
-    behind: bool = False
-    carry: bool = False
     whole: bool = False
     cost: int = 0
     other: Any = None
@@ -138,13 +134,8 @@ class GroupedGemm:
 
     @property
     def stagger(self) -> bool:
-        """Whether consumer 1 starts a tile when consumer 0 has its first products."""
-        return self.promote and (self.halves == 2 or self.late)
-
-    @property
-    def carries(self) -> bool:
-        """Whether a tile is stored while the next one's first products run: the registers allow it of one half."""
-        return self.carry and self.promote and self.halves == 1
+        """Whether consumer 1 starts a tile when consumer 0 has its first products: of one half it pays nothing."""
+        return self.promote and self.halves == 2
 
     @property
     def pair(self) -> bool:
@@ -218,8 +209,6 @@ class GroupedGemm:
             cute.arch.griddepcontrol_launch_dependents()
         writer = self.writer
         num_stages = max(form.num_stages for form in forms)
-        row_elements = max(form.scales.slots * form.scales.row_elements for form in forms)
-        column_elements = max(form.scales.slots * form.scales.column_elements for form in forms)
 
         @cute.struct
         class Storage:
@@ -227,15 +216,12 @@ class GroupedGemm:
             empty: cute.struct.MemRange[Int64, num_stages]
             row_end: cute.struct.MemRange[Int32, self.groups]
             tile_end: cute.struct.MemRange[Int32, self.groups * (2 if self.last_halves else 1) + 32]
-            stages: cute.struct.Align[
-                cute.struct.MemRange[self.loader_a.dtype, max(sum(form.stage_elements) for form in forms)], SMEM_ALIGN
-            ]
-            told: cute.struct.Align[cute.struct.MemRange[Int32, TOLD * num_stages], 16]
-            row_scales: cute.struct.Align[cute.struct.MemRange[Float32, row_elements if self.blocks else 4], 128]
-            column_scales: cute.struct.Align[cute.struct.MemRange[Float32, column_elements if self.blocks else 4], 16]
+            stages: cute.struct.Align[cute.struct.MemRange[Uint8, max(form.places[-1] for form in forms)], SMEM_ALIGN]
             out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, 8 * writer.elements], 16]
             choice: cute.struct.MemRange[Int32, 1]
 
+        size = Storage.size_in_bytes()  # type: ignore[attr-defined]
+        assert size <= SMEM_BYTES, f"{size} bytes of shared memory; sm90_config.smem_bytes says less"
         storage = SmemAllocator().allocate(Storage)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
@@ -260,7 +246,6 @@ class GroupedGemm:
         else:
             cute.arch.barrier()
 
-        stages = storage.stages.data_ptr()
         chosen, tiles_n = Int32(0), self.tiles_n(N)
         if cutlass.const_expr(self.other is not None):
             chosen = cute.arch.make_warp_uniform(choice[0])
@@ -268,7 +253,7 @@ class GroupedGemm:
                 tiles_n = self.other.tiles_n(N)
         work = Problem(
             out, bias, scale_a, scale_b, G, N, out_stride, scale_g, scale_n, scale_k, band, cute.ceil_div(K, self.loader_b.tile_k), full, empty,
-            row_end, tile_end, storage.told.data_ptr(), storage.row_scales.data_ptr(), storage.column_scales.data_ptr(), rank, clusters,
+            row_end, tile_end, storage.stages.data_ptr(), rank, clusters,
             cute.arch.block_idx()[0] // share, tiles_n, self.num_tiles(tile_end, G),
         )  # fmt: skip
         warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -277,21 +262,21 @@ class GroupedGemm:
             if warp == 0:
                 scale_tma = tma_scale, coordinates_scale
                 if chosen == 0:
-                    self.produce(work, tma_a, coordinates_a, tma_b, coordinates_b, scale_tma, stages, lane)
+                    self.produce(work, tma_a, coordinates_a, tma_b, coordinates_b, scale_tma, lane)
                 if cutlass.const_expr(self.other is not None):
                     if chosen == 1:
                         self.other.produce(
-                            work, tma_a, coordinates_a, other_tma_b, other_coordinates_b, scale_tma, stages, lane,
+                            work, tma_a, coordinates_a, other_tma_b, other_coordinates_b, scale_tma, lane,
                         )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = warpgroup_index - 1
             buffer = storage.out.data_ptr() + (warp - 4) * writer.elements
             if chosen == 0:
-                self.consume(work, stages, buffer, consumer, thread % WARPGROUP)
+                self.consume(work, buffer, consumer, thread % WARPGROUP)
             if cutlass.const_expr(self.other is not None):
                 if chosen == 1:
-                    self.other.consume(work, stages, buffer, consumer, thread % WARPGROUP)
+                    self.other.consume(work, buffer, consumer, thread % WARPGROUP)
             groups.clear_rows(
                 out,
                 out_stride,
@@ -337,17 +322,29 @@ class GroupedGemm:
         return tile_end[last]
 
     @property
-    def stage_elements(self) -> tuple[int, int]:
-        """Of all stages of a and of b, which follow them; the types are of equal width."""
-        return cute.cosize(self.loader_a.smem_layout()), cute.cosize(self.loader_b.smem_layout())
+    def places(self):
+        """Where in a CTA's stages a, b, what the producer tells, the scales of rows and those of columns are, and the end; in bytes."""
+        slots = self.scales.slots if self.blocks else 1
+        sizes = (
+            *(x.smem_elements // x.tile_k * SWIZZLE_BYTES for x in (self.loader_a, self.loader_b)), 4 * TOLD * self.num_stages,
+            4 * slots * self.scales.row_elements if self.blocks else 16, 4 * slots * self.scales.column_elements if self.blocks else 16,
+        )  # fmt: skip
+        return list(itertools.accumulate((-(-size // 128) * 128 for size in sizes), initial=0))
 
     def buffers(self, stages):
-        """a's and b's: [extent, tile_k, stage]."""
-        tensors = []
-        for loader, place in ((self.loader_a, stages), (self.loader_b, stages + self.stage_elements[0])):
+        """a's and b's [extent, tile_k, stage], then pointers to the others of `places`."""
+        found = []
+        for loader, place in zip((self.loader_a, self.loader_b), self.places, strict=False):
             layout = loader.smem_layout()
-            tensors.append(cute.make_tensor(cute.recast_ptr(place, layout.inner, dtype=loader.dtype), layout.outer))
-        return tensors
+            found.append(
+                cute.make_tensor(cute.recast_ptr(stages + place, layout.inner, dtype=loader.dtype), layout.outer)
+            )
+        told, *scales = self.places[2:-1]
+        return (
+            *found,
+            cute.recast_ptr(stages + told, dtype=Int32),
+            *(cute.recast_ptr(stages + x, dtype=Float32) for x in scales),
+        )
 
     def tiles_n(self, N):
         """Of clusters, side by side."""
@@ -356,14 +353,14 @@ class GroupedGemm:
     @cute.jit
     def produce(
         self, work, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor, scale_tma: tuple,
-        stages: cute.Pointer, lane: Int32,
+        lane: Int32,
     ):  # fmt: skip
-        """The producer warp. work: a Problem; stages: their shared memory."""
+        """The producer warp. work: a Problem."""
         loader_a, loader_b, share, halves, slots = self.loader_a, self.loader_b, self.share, self.halves, self.scales
         tile_m = HALF * halves
         full, empty, rank, k_tiles, N = work.full, work.empty, work.rank, work.k_tiles, work.N
         scale_a, scale_b, scale_n, scale_k = work.scale_a, work.scale_b, work.scale_n, work.scale_k
-        smem_a, smem_b = self.buffers(stages)
+        smem_a, smem_b, told, row_scales, column_scales = self.buffers(work.stages)
         tile, ahead, part = work.tile, work.ahead, Int32(0)
         shared_b, global_b = loader_b.partition_stack(tma_b, coordinates_b, smem_b, rank if self.pair else 0)
         mask_a = mask_b = None
@@ -405,7 +402,7 @@ class GroupedGemm:
                     scale_b, first_b, n_tile * self.tile_n, N, scale_n, scale_k, Int32(0), k_tiles, lane
                 )
                 if cutlass.const_expr(slots.kind == "quads"):
-                    shared_scale, global_scale = slots.quad_partition(scale_tma[0], scale_tma[1], work.row_scales, row0)
+                    shared_scale, global_scale = slots.quad_partition(scale_tma[0], scale_tma[1], row_scales, row0)
             for k in cutlass.range(k_tiles, unroll=1):
                 cute.arch.mbarrier_wait(empty + write.index, write.phase)
                 barrier = full + write.index
@@ -420,7 +417,7 @@ class GroupedGemm:
                             arriving += slots.strips_bytes(rows, strip + along * k, along, k_tiles - k)
                 with cute.arch.elect_one():
                     if k == 0:
-                        self.tell(work.told + TOLD * write.index, (row0, end, n_tile * self.tile_n, g, start))
+                        self.tell(told + TOLD * write.index, (row0, end, n_tile * self.tile_n, g, start))
                     if cutlass.const_expr(self.blocks):
                         # The arrival follows, behind what the warp itself writes.
                         cute.arch.mbarrier_expect_tx(barrier, arriving)
@@ -436,10 +433,10 @@ class GroupedGemm:
                         elif cutlass.const_expr(slots.kind == "strips"):
                             with cute.arch.elect_one():
                                 slots.bring_strips(
-                                    work.row_scales, slot, scale_a, rows, strip + along * k, along, k_tiles - k, barrier,
+                                    row_scales, slot, scale_a, rows, strip + along * k, along, k_tiles - k, barrier,
                                 )  # fmt: skip
                         else:
-                            slots.bring_words(work.row_scales, slot, scale_a, places, along, k, k_tiles, lane)
+                            slots.bring_words(row_scales, slot, scale_a, places, along, k, k_tiles, lane)
                 cute.copy(
                     tma_a, global_a[(None, 0, k)], shared_a[(None, write.index * halves)], tma_bar_ptr=barrier,
                     mcast_mask=mask_a,
@@ -456,7 +453,7 @@ class GroupedGemm:
                 )  # fmt: skip
                 if cutlass.const_expr(self.blocks):
                     if k % SCALE_STEPS == 0:
-                        slots.leave_columns(work.column_scales, slot, cells, lane)
+                        slots.leave_columns(column_scales, slot, cells, lane)
                         # Asked now, here when the next ones are due.
                         cells = slots.fetch_columns(
                             scale_b, first_b, n_tile * self.tile_n, N, scale_n, scale_k, k + SCALE_STEPS, k_tiles, lane,
@@ -471,11 +468,11 @@ class GroupedGemm:
             ahead = 2 * work.clusters - ahead
 
     @cute.jit
-    def consume(self, work, stages: cute.Pointer, buffer: cute.Pointer, consumer: Int32, thread: Int32):
-        """A consumer warpgroup. work, stages: as in produce; buffer: this warp's, for what it stores."""
+    def consume(self, work, buffer: cute.Pointer, consumer: Int32, thread: Int32):
+        """A consumer warpgroup. work: a Problem; buffer: this warp's, for what it stores."""
         loader_a, halves, slots = self.loader_a, self.halves, self.scales
         full, empty, k_tiles, lane = work.full, work.empty, work.k_tiles, thread % 32
-        smem_a, smem_b = self.buffers(stages)
+        smem_a, smem_b, told, row_scales, column_scales = self.buffers(work.stages)
         tile, ahead = work.tile, work.ahead
         mma = self.mma()
         slice_ = mma.get_slice(0)
@@ -491,15 +488,13 @@ class GroupedGemm:
         per_half = ROWS * self.tile_n // WARPGROUP
         total = cute.make_rmem_tensor(per_half * halves, Float32)
         stage, phase, slot = Int32(0), Int32(0), Int32(0)
-        # With `carry`, the tile before, which is in `total` still: its rows from .. to, columns from and group.
-        carried = Int32(0), Int32(0), Int32(0), Int32(0)
         while tile < work.num_tiles:
             cute.arch.mbarrier_wait(full + stage, phase)
-            row0, end, n0, g, start = self.hear(work.told + TOLD * stage)
+            row0, end, n0, g, start = self.hear(told + TOLD * stage)
             reader = None
             if cutlass.const_expr(self.blocks):
                 reader = slots.reader(
-                    work.row_scales, work.column_scales, consumer * ROWS + thread // 32 * 16 + lane // 4, n0,
+                    row_scales, column_scales, consumer * ROWS + thread // 32 * 16 + lane // 4, n0,
                     start * k_tiles + (row0 - start), end - start,
                 )  # fmt: skip
             left = end - row0
@@ -507,35 +502,27 @@ class GroupedGemm:
                 if left > HALF:
                     stage, phase = self.multiply(
                         2, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer,
-                        thread, None,
+                        thread,
                     )  # fmt: skip
             if (left <= HALF) | (halves == 1):
                 if left > 0:
-                    unfinished = None
-                    if cutlass.const_expr(self.carries):
-                        unfinished = self, (work, total, 0, *carried, buffer, consumer, thread), True
                     stage, phase = self.multiply(
                         1, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer,
-                        thread, unfinished,
+                        thread,
                     )  # fmt: skip
-                    if cutlass.const_expr(self.carries):
-                        carried = row0, end, n0, g
                 else:
                     stage, phase = self.pass_by(full, empty, stage, phase, k_tiles, thread)
             slot = (slot + cute.ceil_div(k_tiles, SCALE_STEPS)) % slots.slots
-            if cutlass.const_expr(not self.carries):
-                for half in cutlass.range_constexpr(halves):
-                    if row0 + half * HALF + consumer * ROWS < end:
-                        self.store(work, total, half, row0, end, n0, g, buffer, consumer, thread, True)
+            for half in cutlass.range_constexpr(halves):
+                if row0 + half * HALF + consumer * ROWS < end:
+                    self.store(work, total, half, row0, end, n0, g, buffer, consumer, thread)
             tile += ahead
             ahead = 2 * work.clusters - ahead
-        if cutlass.const_expr(self.carries):
-            self.store(work, total, 0, *carried, buffer, consumer, thread, True)
 
     @cute.jit
     def store(
         self, work, total: cute.Tensor, half: cutlass.Constexpr, row0: Int32, end: Int32, n0: Int32, g: Int32, buffer: cute.Pointer,
-        consumer: Int32, thread: Int32, exists: cutlass.Constexpr,
+        consumer: Int32, thread: Int32,
     ):  # fmt: skip
         """A half of a tile goes out: its rows from row0 on, of which those from `end` on do not."""
         per_half, row = ROWS * self.tile_n // WARPGROUP, row0 + half * HALF + consumer * ROWS
@@ -550,7 +537,7 @@ class GroupedGemm:
         if cutlass.const_expr(self.a_scaling == "row"):
             for i in cutlass.range_constexpr(2):
                 own = row + thread // 32 * 16 + thread % 32 // 4 + 8 * i
-                factors[i] = alpha * scale_a[cutlass.max(cutlass.min(own, end - 1), 0)]
+                factors[i] = alpha * scale_a[cutlass.min(own, end - 1)]
         self.writer.store(
             total, half * per_half, per_half, work.out, work.out_stride, row, end, n0, work.N, factors, scale_b + g * work.N,
             work.bias + g * work.N, thread, buffer,
@@ -577,9 +564,8 @@ class GroupedGemm:
     def multiply(
         self, live: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, total: cute.Tensor,
         a: cute.Tensor, b: cute.Tensor, halves_a: tuple, k_tiles: Int32, reader, slot: Int32, consumer: Int32, thread: Int32,
-        unfinished,
     ):  # fmt: skip
-        """total = a @ b of a tile's first `live` halves; returns the next stage and its phase. unfinished: as accumulate_promoted."""
+        """total = a @ b of a tile's first `live` halves; returns the next stage and its phase."""
         per_half = ROWS * self.tile_n // WARPGROUP
         # Its own: what one branch sets in it must not be seen in the other.
         mma = self.mma()
@@ -591,7 +577,7 @@ class GroupedGemm:
             pipe = Stages(full, empty, self.num_stages, self.share)
             read = mma_block.accumulate_promoted(
                 pipe, read, self.mma, total, halves_a[:live], (b,), self.tile_n, k_tiles, reader, slot, self.stagger, consumer,
-                BEHIND, tail=not self.whole, behind=self.behind or self.carries, unfinished=unfinished,
+                BEHIND, tail=not self.whole,
             )  # fmt: skip
             stage, phase = read.index, read.phase
         else:

@@ -52,9 +52,6 @@ class HopperGroupedConfig:
                 time
     other_m     "swapped": 0, or a tile_m that the kernel takes instead, likewise
     other_stages  num_stages with other_n or other_m
-    late        "rows", with promotion: consumer 1 starts a tile when consumer 0 has its first products, in tiles of 128 rows, too
-    behind      "rows", with promotion: scales are read and multiplied behind a step's first wgmmas
-    carry       "rows", with promotion, tiles of 128 rows: a tile is stored while the next one's first products run
     overlap     the grid may be set up while the one before it on the stream ends (programmatic dependent launch)
     """
 
@@ -72,9 +69,6 @@ class HopperGroupedConfig:
     other_n: int = 0
     other_m: int = 0
     other_stages: int = 0
-    late: bool = False
-    behind: bool = False
-    carry: bool = False
     overlap: bool = True
 
     def __str__(self) -> str:
@@ -371,7 +365,8 @@ _CLOCK = 1.5e9  # with the matrix units busy
 _SMEM_BYTES_PER_CYCLE = 128
 _L2_BYTES_PER_CYCLE = 46  # per SM, where all read
 _TURN_SECONDS = 0.3e-6
-_ROWS_TURN_SECONDS = 2.4e-6
+_ROWS_TURN_SECONDS, _PROMOTED_TURN_SECONDS = 2.4e-6, 1.2e-6
+_UNKNOWN_STAGES = 1.03  # of a tile of 256 rows, where the compiler does not know where a stage is
 # Of the store's time that out's bytes allow: what a tile's products do not hide, and what it takes where there are few.
 _STORE_LOADED = 0.9, 1.2
 _STORE_REDUCED = {64: (0.7, 1.8), 128: (0.7, 1.8), 192: (0.53, 1.8), 256: (0.65, 1.8)}  # by tile_n
@@ -428,7 +423,12 @@ def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
     if config.schedule == "rows":
         live = min(config.tile_m, -(-rows // WAVE_ROWS) * WAVE_ROWS) / config.tile_m
         multiply = live * -(-k_bytes // SWIZZLE_BYTES) * step_seconds(config)
-        turn = _ROWS_TURN_SECONDS
+        if promotes(problem):
+            turn = _PROMOTED_TURN_SECONDS * (1 + 1 / turns)  # once more at the start
+            if config.tile_m > WAVE_ROWS and not whole_steps(problem):
+                multiply *= _UNKNOWN_STAGES
+        else:
+            turn = _ROWS_TURN_SECONDS
     else:
         multiply = 2 * config.tile_m * (-(-config.tile_n // 64) * 64) * k_bytes / _SWAPPED_FLOPS
         multiply = max(multiply, -(-k_bytes // SWIZZLE_BYTES) * _SWAPPED_STEP_SECONDS)
@@ -466,7 +466,7 @@ def _other_n(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
     def seconds(tile_n: int) -> float:
         tiles = high * -(-problem.N // (tile_n * config.cluster_n))
         step = step_seconds(replace(config, tile_n=tile_n))
-        return -(-tiles // clusters) * (-(-problem.K // config.tile_k) * step + _ROWS_TURN_SECONDS)
+        return -(-tiles // clusters) * (-(-problem.K // config.tile_k) * step + _PROMOTED_TURN_SECONDS)
 
     shape = config.schedule, config.tile_m, config.cluster_m, config.cluster_n
     alike = {c.tile_n for c in candidates(problem) if (c.schedule, c.tile_m, c.cluster_m, c.cluster_n) == shape}

@@ -114,7 +114,7 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
             TmaLoader(a_type, 128, config.tile_k, True, config.num_stages * (config.tile_m // 128), config.cluster_n),
             StackedLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, config.cluster_m),
             out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.bulk, spec.promote, spec.vector, config.overlap,
-            spec.last_halves, spec.store_columns, "m" if config.cluster_m > 1 else "n", config.late, config.behind, config.carry,
+            spec.last_halves, spec.store_columns, "m" if config.cluster_m > 1 else "n",
             spec.whole, round_cost(config), rows(config.other) if config.other is not None else None,
         )  # fmt: skip
 

@@ -23,21 +23,23 @@ Barriers
   ready, free, named barrier 1   as in the dense kernel
 """
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.pipeline as pipeline
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
 from fourwave.blocks.cutedsl import groups, reduction
 from fourwave.blocks.cutedsl import mma as mma_block
-from fourwave.blocks.cutedsl.loaders import TmaLoader
+from fourwave.blocks.cutedsl.loaders import SWIZZLE_BYTES, TmaLoader
 from fourwave.blocks.cutedsl.mma import WARPGROUP
 from fourwave.blocks.cutedsl.stacked import BlockScales, StackedLoader, partition_from
+from fourwave.ops.gemm.sm90_config import SMEM_BYTES
 
 ROWS = 64  # of a consumer warpgroup
 CELL = 128  # rows of b and k that share a scale
@@ -93,10 +95,23 @@ class SwappedGroupedGemm:
         return self.a_scaling == "1x128"
 
     @property
-    def stage_elements(self) -> tuple[int, int]:
-        """Of all stages of b and of a, which follow them where eight rows of 128 bytes may begin; the types are of equal width."""
-        eight = 8 * self.loader_b.tile_k
-        return -(-self.loader_b.smem_elements // eight) * eight, self.loader_a.smem_elements
+    def places(self):
+        """Where in a CTA's stages b, a, scales and partial sums are, and the end; in bytes."""
+        sizes = (
+            *(x.smem_elements // x.tile_k * SWIZZLE_BYTES for x in (self.loader_b, self.loader_a)),
+            4 * self.num_stages * self.scales.pitch if self.blocks else 16,
+            4 * reduction.partial_elements(ROWS * self.consumers, self.tokens),
+        )
+        # b is followed by a, which begins where eight rows of 128 bytes may.
+        return list(
+            itertools.accumulate(
+                (
+                    -(-size // SMEM_ALIGN) * SMEM_ALIGN if i == 0 else -(-size // 16) * 16
+                    for i, size in enumerate(sizes)
+                ),
+                initial=0,
+            )
+        )
 
     @property
     def scales(self) -> BlockScales:
@@ -140,8 +155,6 @@ class SwappedGroupedGemm:
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
         num_stages = max(form.num_stages for form in forms)
-        scale_elements = max(form.num_stages * form.scales.pitch for form in forms)
-        elements = max(reduction.partial_elements(ROWS * self.consumers, form.tokens) for form in forms)
 
         @cute.struct
         class Storage:
@@ -151,13 +164,11 @@ class SwappedGroupedGemm:
             free: cute.struct.MemRange[Int64, 1]
             row_end: cute.struct.MemRange[Int32, self.groups]
             tile_end: cute.struct.MemRange[Int32, self.groups + 32]
-            stages: cute.struct.Align[
-                cute.struct.MemRange[self.loader_b.dtype, max(sum(form.stage_elements) for form in forms)], SMEM_ALIGN
-            ]
-            scales: cute.struct.Align[cute.struct.MemRange[Float32, scale_elements if self.blocks else 4], 16]
-            partial: cute.struct.Align[cute.struct.MemRange[Float32, elements], 16]
+            stages: cute.struct.Align[cute.struct.MemRange[Uint8, max(form.places[-1] for form in forms)], SMEM_ALIGN]
             choice: cute.struct.MemRange[Int32, 1]
 
+        size = Storage.size_in_bytes()  # type: ignore[attr-defined]
+        assert size <= SMEM_BYTES, f"{size} bytes of shared memory; sm90_config.smem_bytes says less"
         storage = SmemAllocator().allocate(Storage)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         ready, free = storage.ready.data_ptr(), storage.free.data_ptr()
@@ -232,14 +243,15 @@ class SwappedGroupedGemm:
         lane = thread % 32
         layout_a, layout_b, read_b = loader_a.smem_layout(), loader_b.smem_layout(), loader_b.read_layout()
         stages = storage.stages.data_ptr()
+        _, place_a, place_scales, place_partial, _ = self.places
         smem_b = cute.make_tensor(cute.recast_ptr(stages, layout_b.inner, dtype=loader_b.dtype), layout_b.outer)
         read_smem_b = cute.make_tensor(cute.recast_ptr(stages, read_b.inner, dtype=loader_b.dtype), read_b.outer)
-        stages_a = cute.recast_ptr(stages + self.stage_elements[0], layout_a.inner, dtype=loader_a.dtype)
+        stages_a = cute.recast_ptr(stages + place_a, layout_a.inner, dtype=loader_a.dtype)
         smem_a = cute.make_tensor(stages_a, layout_a.outer)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
         ready, free = storage.ready.data_ptr(), storage.free.data_ptr()
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
-        scales, partial = storage.scales.data_ptr(), storage.partial.data_ptr()
+        scales, partial = (cute.recast_ptr(stages + x, dtype=Float32) for x in (place_scales, place_partial))
         part = Int32(0)
         if cutlass.const_expr(split > 1):
             part = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
