@@ -5,5 +5,5 @@
   epilogue.py   alpha, bias, activation, conversion, and the way back through shared memory and TMA
   schedule.py   which cluster computes which output tile
 
-All import CuTe DSL, so only backends.guard's users may import them.
+All but ring_order.py import CuTe DSL, so only backends.guard's users may import them.
 """

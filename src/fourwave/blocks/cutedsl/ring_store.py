@@ -19,6 +19,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.cutlass_dsl import dsl_user_op
 
 from fourwave.blocks.cutedsl.epilogue import BUFFER_BYTES, ROWS, Output
+from fourwave.blocks.cutedsl.ring_order import RingOrder
 
 COLUMNS = 32
 CONSUMERS = 2
@@ -111,10 +112,8 @@ class RingStore:
         return self.tile_n // COLUMNS
 
     @property
-    def turns(self) -> int:
-        """That a tile takes of the ring."""
-        assert self.pieces % self.slots == 0
-        return self.pieces // self.slots
+    def order(self) -> RingOrder:
+        return RingOrder(self.pieces, self.slots, self.addend == "load")
 
     @property
     def elements(self) -> int:
@@ -170,11 +169,10 @@ class RingStore:
                 cute.arch.mbarrier_wait(done + own, turn ^ (j // self.slots % 2))
                 cute.copy(atoms[0], shared[(None, own)], to[(None, here[0] + consumer, here[1] + j, here[2])])
             cute.arch.cp_async_bulk_commit_group()
-            last = j == self.pieces - 1
-            if cutlass.const_expr(j > 0 or last):
-                # The piece before has been read out by now; of a tile's last one that is waited for.
-                cute.arch.cp_async_bulk_wait_group(0 if last else 1, read=True)
-                for free in cutlass.range_constexpr(max(0, j - 1), j + 1 if last else j):
+            freed = self.order.freed(j)
+            if cutlass.const_expr(len(freed) > 0):
+                cute.arch.cp_async_bulk_wait_group(0 if j in freed else 1, read=True)
+                for free in cutlass.range_constexpr(freed[0], freed[-1] + 1):
                     for consumer in cutlass.range_constexpr(CONSUMERS):
                         own = consumer * self.slots + free % self.slots
                         piece = free + self.slots
@@ -184,7 +182,7 @@ class RingStore:
                         elif more:
                             place = (None, after[0] + consumer, after[1] + piece - self.pieces, after[2])
                             self.fill(atoms[1], loaded[(None, own)], source[place], ready + own)
-        return turn ^ (self.turns % 2)
+        return turn ^ (self.order.turns % 2)
 
     @cute.jit
     def put(
@@ -227,12 +225,11 @@ class RingStore:
                         value = value + held[v + c]
                     held[v + c] = value
                 _store_pair(address, offset, held[v], held[v + 1])
-            # What arrives from memory is sent back as soon as it can be; of other pieces one fence serves a turn of the ring.
-            told = 1 if self.addend == "load" else self.slots
-            if cutlass.const_expr((j + 1) % told == 0):
+            told = self.order.told(j)
+            if cutlass.const_expr(len(told) > 0):
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    for i in cutlass.range_constexpr(told):
-                        cute.arch.mbarrier_arrive(done + (slot + 1 - told + i))
-        return turn ^ (self.turns % 2)
+                    for piece in cutlass.range_constexpr(told[0], told[-1] + 1):
+                        cute.arch.mbarrier_arrive(done + piece % self.slots)
+        return turn ^ (self.order.turns % 2)

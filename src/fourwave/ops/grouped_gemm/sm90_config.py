@@ -249,8 +249,8 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             return f"tile_n={config.tile_n}: multiples of {step} up to 256"
         if problem.split == REDUCTION and config.tile_m != WAVE_ROWS:
             return f"tile_m={config.tile_m}: a reduction in groups has tiles of {WAVE_ROWS} rows"
-        if config.ring and config.tile_n // 32 % config.ring:
-            return f"ring={config.ring}: a divisor of tile_n / 32"
+        if config.ring and (config.ring < 2 or config.tile_n // 32 % config.ring):
+            return f"ring={config.ring}: a divisor of tile_n / 32, at least 2, or 0"
         if config.addend not in ("load", "reduce"):
             return f"addend {config.addend!r}: there are load and reduce"
         if config.cluster_n not in (1, 2) or config.cluster_m not in (1, 2) or config.cluster_size > 2:
