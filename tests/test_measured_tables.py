@@ -355,12 +355,12 @@ def test_tiles_are_those_that_were_measured(name: str, others: str | None) -> No
         assert changed == {(4096, 14336)} or ("shuffled" not in name and all(K > 8192 for _, K in changed)), changed
 
 
-SWEEP = "h200_grouped_published_sweep_cb8bd3f"
+SWEEP, OLD_SWEEP = "h200_grouped_published_sweep_bf5380c", "h200_grouped_published_sweep_cb8bd3f"
 PEERS = ("deepgemm", "deepgemm masked", "cutlass", "triton")
 
 
-def suite(name: str) -> list[Row]:
-    return [row for row in rows_of(SWEEP) if row["suite"] == name]
+def suite(name: str, record: str = SWEEP) -> list[Row]:
+    return [row for row in rows_of(record) if row["suite"] == name]
 
 
 def against_best(row: Row) -> float:
@@ -378,11 +378,23 @@ def shape(row: Row) -> tuple[int, int, int]:
 def test_grouped_suites() -> None:
     for row in table(GROUPED, "| suite| rows"):
         of = suite(row[0])
-        ratios, triton = [against_best(r) for r in of], median([ratio(r, "ours", "triton") for r in of])
+        ratios = [against_best(r) for r in of]
         assert row[1:] == [
             str(len(of)), f"{geometric_mean(ratios):.3f}", f"{min(ratios):.2f}", str(sum(r >= 1 for r in ratios)),
-            f"{triton:.2f}", f"{median(map(over_floor, of)):.3f}",
+            f"{median(map(over_floor, of)):.3f}",
         ]  # fmt: skip
+    names = ("published:even", "sweep:even", "sweep:skewed", "dgrad:even")
+    assert [row[0] for row in table(GROUPED, "| suite| rows")] == list(names)
+    first, second = (
+        fixed(2, *(median([ratio(r, "ours", other) for r in suite(name, OLD_SWEEP)]) for name in names))
+        for other in ("triton", "cutlass")
+    )
+    says(
+        GROUPED,
+        f"Triton {', '.join(first[:3])} and {first[3]}, CUTLASS {', '.join(second[:3])} and {second[3]}.",
+    )
+    fastest_others = [min(PEERS, key=lambda n: median(r["seconds"][n])) for r in rows_of(OLD_SWEEP)]
+    assert fastest_others.count("triton") == 2 and "cutlass" not in fastest_others
     assert all(max(r["bytes"] / COPY, r["flops"] / 1.5e15) == pytest.approx(r["floor"]) for r in rows_of(SWEEP))
 
 
@@ -396,7 +408,7 @@ def test_grouped_rows(name: str, after: str) -> None:
     for row in rows:
         r = measured.pop(tuple(map(int, row[0].split(", "))))  # type: ignore[arg-type]
         floor = f"{1e6 * r['floor']:.1f}"
-        times = [us(r, name) for name in PEERS]
+        times = [us(r, name) for name in PEERS[:2]]
         assert row[1:-1] == [floor, us(r, "ours"), f"{over_floor(r):.2f}", *times, f"{against_best(r):.2f}"]
         assert r["config"].startswith(row[-1].split()[0] + "x") and ("split 2" in row[-1]) == ("split 2" in r["config"])
 
@@ -413,7 +425,7 @@ def test_grouped_sweep(name: str, after: str) -> None:
     assert not measured
 
 
-DECODE = "h200_grouped_decode_skew_cb8bd3f"
+DECODE = "h200_grouped_decode_skew_bf5380c"
 
 
 def test_grouped_decode_and_skew() -> None:
@@ -429,11 +441,18 @@ def test_grouped_decode_and_skew() -> None:
     says(GROUPED, f"{words[0]} (2048, 7168), and {words[1]} (7168, 2304).")
 
 
-BACKWARD = "h200_grouped_backward_cb8bd3f"
+BACKWARD, WGRAD_FP8 = "h200_grouped_backward_cb8bd3f", "h200_grouped_wgrad_fp8_bf5380c"
+
+
+def gradients() -> list[Row]:
+    """Each product's newest: FP8's wgrad, and BF16."""
+    return rows_of(WGRAD_FP8) + [row for row in rows_of(BACKWARD) if row["kind"] != "wgrad fp8"]
 
 
 def test_grouped_gradients() -> None:
-    for row, r in zip(table(GROUPED, "| product| groups x rows"), rows_of(BACKWARD), strict=True):
+    header = "| product| groups x rows"
+    rows = table(GROUPED, header, "wgrad of FP8 (float32") + table(GROUPED, header, "wgrad, the same")
+    for row, r in zip(rows, gradients(), strict=True):
         measured = "deepgemm" in r["seconds"]
         ends = [us(r, "deepgemm"), f"{ratio(r, 'ours', 'deepgemm'):.2f}"] if measured else ["wrong", ""]
         groups = f"{len(r['sizes'])} x {r['sizes'][0]}"
@@ -455,7 +474,10 @@ def test_grouped_aims() -> None:
         f"{sum(against_best(r) >= 1 for r in rows)} of {len(rows)}, lowest {min(map(against_best, rows)):.2f}"
         for rows in (published, sweep)
     ]
-    triton = [median([ratio(r, "ours", "triton") for r in rows]) for rows in (published, sweep)]
+    triton = [
+        median([ratio(r, "ours", "triton") for r in suite(name, OLD_SWEEP)])
+        for name in ("published:even", "sweep:even")
+    ]
     floors = [median(map(over_floor, rows)) for rows in (published, sweep)]
     decode = [
         [sum(map(bool, r["sizes"])) * r["N"] * r["K"] / median(r["seconds"]["ours"]) / COPY for r in rows_of(DECODE)
@@ -464,9 +486,7 @@ def test_grouped_aims() -> None:
     ]  # fmt: skip
     dgrad8 = [against_best(r) for r in suite("dgrad:even")]
     other = {
-        kind: [
-            ratio(r, "ours", "deepgemm") for r in rows_of(BACKWARD) if r["kind"] == kind and "deepgemm" in r["seconds"]
-        ]
+        kind: [ratio(r, "ours", "deepgemm") for r in gradients() if r["kind"] == kind and "deepgemm" in r["seconds"]]
         for kind in ("dgrad bf16", "wgrad fp8", "wgrad bf16")
     }
     means = {kind: f"{geometric_mean(ratios):.3f}" for kind, ratios in other.items()}
@@ -476,21 +496,23 @@ def test_grouped_aims() -> None:
     plain = [ratio(r, "fourwave bf16", "torch bf16") for r in moe]
     says(
         GROUPED,
-        f"short: published rows {wins[0]}; sweep {wins[1]} |",
-        f"published rows {triton[0]:.2f}, short; sweep {triton[1]:.2f} |",
+        f"short: published rows {wins[0]}; sweep {wins[1]}, all of DeepGEMM's |",
+        f"published rows {triton[0]:.2f}, short; sweep {triton[1]:.2f} (cb8bd3f) |",
         f"published rows {floors[0]:.2f}; sweep {floors[1]:.2f}, short |",
         f"{min(decode[1]):.2f} and more; one expert {min(decode[0]):.2f} to {max(decode[0]):.2f}, short |",
-        f"| {skew[0] / skew[1]:.3f} and {skew[2] / skew[3]:.3f};",
-        f"FP8 dgrad {sum(r >= 1 for r in dgrad8)} of {len(dgrad8)} rows, geomean of all {geometric_mean(dgrad8):.3f}; "
-        f"BF16 dgrad {ahead['dgrad bf16']} of {len(other['dgrad bf16'])}, {means['dgrad bf16']}; "
-        f"wgrad FP8 {ahead['wgrad fp8']}, {means['wgrad fp8']}, BF16 {ahead['wgrad bf16']}, {means['wgrad bf16']} |",
+        f"| {skew[0] / skew[1]:.3f} and {skew[2] / skew[3]:.3f}; the second",
+        f"FP8 dgrad {sum(r >= 1 for r in dgrad8)} of {len(dgrad8)} rows, geomean of all {geometric_mean(dgrad8):.3f}, "
+        f"wgrad {ahead['wgrad fp8']} of {len(other['wgrad fp8'])}, {means['wgrad fp8']}; "
+        f"BF16 (cb8bd3f) dgrad {ahead['dgrad bf16']} of {len(other['dgrad bf16'])}, {means['dgrad bf16']}, "
+        f"wgrad {ahead['wgrad bf16']}, {means['wgrad bf16']} |",
+        f"Geomean {means['wgrad fp8']}, {min(other['wgrad fp8']):.2f} to {max(other['wgrad fp8']):.2f}.",
         f"FP8 at least {min(ratio(r, 'fourwave fp8', 'deepgemm fp8') for r in moe):.2f} times as fast as DeepGEMM's, "
         f"{min(ratio(r, 'fourwave fp8', 'torch bf16') for r in moe):.2f} times as `grouped_mm` in BF16; "
         f"BF16 {min(plain):.2f} to {max(plain):.2f} times",
     )
     by_rows = {shape(r): median(r["seconds"]["ours"]) for r in rows_of("h200_grouped_published_rows_97e36f4")}
-    over = [by_rows[shape(r)] / median(r["seconds"]["ours"]) for r in published]
-    says(GROUPED, f"{min(over):.2f} to {max(over):.2f} of these")
+    over = [by_rows[shape(r)] / median(r["seconds"]["ours"]) for r in suite("published:even", OLD_SWEEP)]
+    says(GROUPED, f"{min(over):.2f} to {max(over):.2f} of those of cb8bd3f")
     one = [over_floor(r) for r in sweep if shape(r)[0] == 1]
     theirs = [min(median(r["seconds"][n]) for n in PEERS[:2]) / r["floor"] for r in sweep if shape(r)[0] >= 4096]
     says(GROUPED, f"{min(one):.2f} to {max(one):.2f}, since", f"{min(theirs):.2f} to {max(theirs):.2f} as well")
@@ -501,7 +523,18 @@ def test_grouped_aims() -> None:
     says(
         "README.md",
         "{:.3f} (published rows {:.3f}); {:.3f}".format(*groups),
-        f"FP8 {geometric_mean(dgrad8):.3f} and {means['wgrad fp8']}, BF16 {means['dgrad bf16']} and {means['wgrad bf16']}",
+        f"FP8 {geometric_mean(dgrad8):.3f} and {means['wgrad fp8']}, "
+        f"BF16, of older kernels, {means['dgrad bf16']} and {means['wgrad bf16']}",
+    )
+    old_wgrad = [row for row in rows_of(BACKWARD) if row["kind"] == "wgrad fp8"]
+    faster = [
+        median(old["seconds"]["ours"]) / median(new["seconds"]["ours"])
+        for old, new in zip(old_wgrad, rows_of(WGRAD_FP8), strict=True)
+    ]
+    says(
+        "CHANGELOG.md",
+        f"FP8 forward {groups[0]:.3f} (equal groups) and {groups[2]:.3f} (random ones)",
+        f"of FP8 {min(faster):.2f} to {max(faster):.2f} times as fast as before",
     )
 
 
@@ -521,71 +554,64 @@ def default_tile(problem: GroupedProblem) -> str:
 
 
 def test_grouped_tiles() -> None:
-    """What the page has of 88ba7d2 is of the tile that the default takes; otherwise it says so."""
-    rows = table(GROUPED, "| product | M, N, K | cb8bd3f")
-    assert len(rows) == 17
-    product, groups = "", 0
-    backward = {(r["kind"], len(r["sizes"]), r["sizes"][0], r["N"], r["K"]): r for r in rows_of(BACKWARD)}
-    forward = {(name, *shape(r)): r for name in ("sweep:even", "dgrad:even") for r in suite(name)}
-    for row in rows:
-        first = row[0]
-        if known := re.match(r"(forward|dgrad bf16|wgrad fp8|wgrad bf16)?.*?(\d+) (?:x (\d+)|groups)", first):
-            product = {"forward": "forward fp8", None: product}.get(known[1], known[1])
-            groups = int(known[2])
-            each = int(known[3] or 0)
-        numbers = [int(n) for n in row[1].split(", ")]
-        if first.startswith("skew"):
-            M, N, K = numbers
-            tile = default_tile(grouped_problem("forward fp8", 32, M, N, K))
-            times = [
-                time_of(r, tile)
-                for r in rows_of("h200_grouped_tiles")
-                if (r["groups"], r["M"], r["N"], r["K"]) == (32, M, N, K)
-            ]
-            assert row[3] == f"{times[0] / times[1]:.2f}"  # type: ignore[operator]
-            continue
-        if product.startswith("wgrad"):
-            (M, N), K = numbers, groups * each
-            before = backward[product, groups, each, M, N]
-        else:
-            M, N, K = numbers
-            before = (
-                backward["dgrad bf16", groups, M // groups, K, N] if product == "dgrad bf16"
-                else forward.get(("sweep:even", M, N, K)) or forward["dgrad:even", M, N, K]
-            )  # fmt: skip
-        digits = 1 if "." in row[2] else 0
-        deepgemm = min(median(before["seconds"][n]) for n in PEERS[:2] if n in before["seconds"])
-        for cell, seconds in ((row[2], median(before["seconds"]["ours"])), (row[4], deepgemm)):
-            assert float(cell) == pytest.approx(1e6 * seconds, abs=0.51 * 10**-digits), row
-        (r,) = (
-            r for r in rows_of("h200_grouped_tiles")
-            if (r["product"], r["groups"], r["even"], r["M"], r["N"], r["K"]) == (product, groups, True, M, N, K)
-        )  # fmt: skip
-        time = time_of(r, default_tile(grouped_problem(product, groups, M, N, K)))
-        if time is None:
-            assert "was not timed" in row[5] and float(row[3]) in r["microseconds"].values()
-        else:
-            assert float(row[3]) == pytest.approx(time, abs=0.51 * 10**-digits), row
-    other = [
-        sum(default_tile(grouped_problem("forward fp8", 8, *shape(r))) != r["config"] for r in suite(name))
-        for name in ("published:even", "sweep:even")
-    ]
+    """The tiles of FP8's records are those that the default takes; BF16's are others, three of which were timed."""
+    for r in (*rows_of(SWEEP), *rows_of(DECODE)):
+        assert default_tile(grouped_problem("forward fp8", len(r["sizes"]), *shape(r))) == r["config"]
+    for r in rows_of(WGRAD_FP8):
+        rows = sum(r["sizes"])
+        assert default_tile(grouped_problem("wgrad fp8", len(r["sizes"]), r["N"], r["K"], rows)) == r["config"]
+    tiles = {(r["M"], r["N"], r["K"]): r for r in rows_of("h200_grouped_tiles") if r["product"] == "dgrad bf16"}
+    timed = {"128x256/2x1": (16384, 2304, 7168), "128x256/1x2": (1024, 8192, 7168)}
+    for name, (M, N, K) in timed.items():
+        now = default_tile(grouped_problem("dgrad bf16", 8, M, N, K))
+        assert now.startswith(name.split("/")[0] + "x") and now.endswith("cluster " + name.split("/")[1])
+        says(
+            GROUPED,
+            f"8 x {M // 8} rows of" if M == 16384 else f"8 x {M // 8} of",
+            f"took {tiles[M, N, K]['microseconds'][name]}",
+        )
     says(
         GROUPED,
-        f"(two of the published ones, {other[1]} of the sweep's {len(suite('sweep:even'))}, all of dgrad's in BF16)",
+        f"took {tiles[4096, 3584, 8192]['microseconds']['128x256/2x1']} with 128x256 in pairs, where 128x192 in pairs",
     )
-    assert other[0] == 2
+    now = default_tile(grouped_problem("dgrad bf16", 8, 4096, 3584, 8192))
+    assert now.startswith("128x192x") and now.endswith("cluster 2x1")
 
 
-def time_of(row: Row, tile: str) -> float | None:
-    """Microseconds of this tile, by the names of the record."""
-    sizes = re.match(r"(\d+x\d+)x\d+ rows.*cluster (\d)x(\d)", tile)
-    assert sizes is not None, tile
-    name = sizes[1] + ("" if sizes[2] == sizes[3] == "1" else f"/{sizes[2]}x{sizes[3]}")
-    times = row["microseconds"]
-    if row["product"] == "wgrad fp8":
-        name += ",together"
-    return times.get(name)
+def test_what_grouped_products_fall_short_of() -> None:
+    """Ratios by rows of all groups, as the page tells them; tiles that random groups take."""
+    by_rows = {
+        name: {M: [against_best(r) for r in suite(name) if shape(r)[0] == M] for M in (32, 128, 1024, 4096, 16384)}
+        for name in ("sweep:even", "sweep:skewed")
+    }
+    some, many = (by_rows["sweep:even"][M] for M in (4096, 16384))
+    dgrad = sorted(against_best(r) for r in suite("dgrad:even") if shape(r)[0] == 16384)
+    means = fixed(2, *map(geometric_mean, by_rows["sweep:skewed"].values()))
+    says(
+        GROUPED,
+        f"{min(some):.2f} to {max(some):.2f} with 4096 rows, {min(many):.2f} to {max(many):.2f} with 16384, "
+        f"dgrad's {dgrad[0]:.2f} and {dgrad[1]:.2f}.",
+        f"{means[0]} with 32 rows in all and {means[1]} with 128 (geomeans), {means[2]} with 1024, {means[3]} with 4096, "
+        f"{means[4]} with 16384.",
+    )
+    few, more = (
+        [
+            ratio(r, "ours", "deepgemm")
+            for r in rows_of(WGRAD_FP8)
+            if "deepgemm" in r["seconds"] and wanted(r["sizes"][0])
+        ]
+        for wanted in (lambda rows: rows <= 512, lambda rows: rows >= 2048)
+    )
+    says(
+        GROUPED,
+        f"{min(more):.2f} to {max(more):.2f}; with 512 or fewer it is {min(few):.2f} to {max(few):.2f}.",
+    )
+    for r in (r for r in suite("sweep:skewed") if shape(r)[0] == 4096):
+        counts = [sum(-(-rows // each) * each // 128 for rows in r["sizes"]) for each in (256, 128)]
+        assert [*counts, 4096 // 128] == [42, 35, 32]
+    for lost in ((4096, 13312, 16384), (4096, 1280, 8192)):
+        new, old = (next(r for r in suite("sweep:skewed", name) if shape(r) == lost) for name in (SWEEP, OLD_SWEEP))
+        says(GROUPED, f"{lost[1]}, {lost[2]} ({against_best(new):.2f})", us(old, "ours"))
 
 
 def test_quantization() -> None:
