@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gemm_hopper import cutedsl, machine, record_head, time_interleaved
+from gemm_hopper import ROTATION, cutedsl, machine, record_head, time_interleaved
 
 from fourwave.ops.grouped_gemm import sm90_config, sm90_launch
 from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
@@ -264,7 +264,7 @@ def measure(
     suite: str, sizes: list[int], N: int, K: int, args: Any, peers: dict[str, Any], l2_bytes: int
 ) -> dict[str, Any]:
     first = Operands(sizes, N, K)
-    sets = [first] + [Operands(sizes, N, K) for _ in range(min(16, 2 * l2_bytes // max(1, first.bytes)))]
+    sets = [first] + [Operands(sizes, N, K) for _ in range(min(16, ROTATION * l2_bytes // max(1, first.bytes)))]
     problem = problem_of(first.G, first.M, N, K, args.scales)
     default = with_fields(sm90_config.default_config(problem)[0], args.fields)
     variants: dict[str, Any] = {"ours": Ours(sets, default, args.scales)}

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from gemm_hopper import (
+    ROTATION,
     Measured,
     Truth,
     conclude,
@@ -105,7 +106,7 @@ def measure(
         return random_operand(M, K, formats[0]), random_operand(N, K, formats[1])
 
     sets = [pair()]
-    sets += [pair() for _ in range(math.ceil(2 * l2_bytes / sum(map(size, sets[0]))) - 1)]
+    sets += [pair() for _ in range(math.ceil(ROTATION * l2_bytes / sum(map(size, sets[0]))) - 1)]
     out = torch.empty(M, N, device="cuda", dtype=BF16)
 
     def plain(operand: Operand, how: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -125,7 +126,7 @@ def measure(
 
         return call
 
-    num_plain = max(1, math.ceil(2 * l2_bytes / (2 * (M * K + N * K))))
+    num_plain = max(1, math.ceil(ROTATION * l2_bytes / (2 * (M * K + N * K))))
     in_bf16 = [(plain(a, dequantize), plain(b, dequantize)) for a, b in sets[:num_plain]]
 
     def mm(turn: int) -> None:

@@ -498,6 +498,39 @@ def test_launcher_hands_over_every_output(
     assert kernel.calls == 4
 
 
+COMPILE_ONCE = """
+import re, sys, torch
+from fourwave.blocks.cutedsl.loaders import EVICT_FIRST
+from fourwave.ops.gemm.problem import GemmProblem
+from fourwave.ops.gemm.sm90_config import default_config
+from fourwave.ops.gemm.sm90_launch import compile_kernel, specialise
+M, shuffled = int(sys.argv[1]), sys.argv[2] == "True"
+weights = dict(b_dtype=torch.uint8, b_scaling="1x32", b_preshuffled=True) if shuffled else dict(b_dtype=torch.bfloat16)
+p = GemmProblem(M, 4096, 4096, "TN", torch.bfloat16, out_dtype=torch.bfloat16, device_type="cuda", **weights)
+config = default_config(p)[0]
+assert config.few_rows
+spec = specialise(p, config)
+assert spec.read_once == (M <= config.tile_m)
+ptx = compile_kernel(spec, keep=True).__ptx__
+loads = re.findall(r"cp.async.bulk.tensor.*shared.*, (%rd\\d+);", ptx)
+first = re.findall(rf"mov.b64\\s+(%rd\\d+), {EVICT_FIRST};", ptx)
+hinted = [policy for policy in loads if policy in first]
+print("loads", loads, "hinted", hinted)
+assert (0 < len(hinted) < len(loads)) == spec.read_once and (spec.read_once or not hinted)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cutedsl_missing() is not None, reason=str(cutedsl_missing()))
+@pytest.mark.parametrize(("M", "shuffled"), [(16, False), (16, True), (64, True), (256, True)])
+def test_weights_that_are_read_once_leave_l2_first(M: int, shuffled: bool, tmp_path: Path) -> None:
+    """And nothing else does: a and out are read again."""
+    command = [sys.executable, "-c", COMPILE_ONCE, str(M), str(shuffled)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 COMPILE_MORE = """
 import sys, torch
 from dataclasses import replace

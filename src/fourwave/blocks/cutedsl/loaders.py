@@ -2,10 +2,17 @@
 
 from dataclasses import dataclass
 
-from cutlass import Float32, cute
+from cutlass import Float32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 SWIZZLE_BYTES = 128
+EVICT_FIRST = 0x12F0000000000000
+"""Policy of L2 for what one CTA reads once: it leaves before what others read again. As CUTLASS's TMA::CacheHintSm90 encodes it."""
+
+
+def policy(read_once: bool):
+    """Of a load (cute.copy's cache_policy)."""
+    return Int64(EVICT_FIRST) if read_once else None
 
 
 @dataclass(frozen=True)

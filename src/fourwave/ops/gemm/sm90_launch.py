@@ -56,6 +56,7 @@ class Specialisation:
     bias_grad_dtype: torch.dtype | None
     more_outputs: bool
     shuffled: bool
+    read_once: bool
     runs_when: int | None = None  # Guard's
 
 
@@ -74,11 +75,12 @@ def specialise(
     if runs_when is not None:
         assert not (config.few_rows or problem.accumulate or more_outputs(problem))
     single = config.few_rows and single_tile(problem, config)
+    read_once = config.few_rows and problem.M <= config.tile_m
     return Specialisation(
         replace(config, group=1), problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype, problem.bias_dtype,
         problem.activation, problem.accumulate, problem.a_scaling, problem.b_scaling, promotes(problem), single, vector,
         problem.preactivation_dtype, problem.bias_grad_dtype, more_outputs(problem),
-        problem.b_preshuffled, runs_when,
+        problem.b_preshuffled, read_once, runs_when,
     )  # fmt: skip
 
 
@@ -127,7 +129,7 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
     if config.schedule == "streamed":
         kernel = sm90_streamed.StreamedGemm(
             config.tile_n, config.tile_m, 4 * config.consumers, config.num_stages, config.split, out_type, bias_type,
-            spec.activation, spec.accumulate, spec.single, spec.vector, config.overlap,
+            spec.activation, spec.accumulate, spec.single, spec.vector, config.overlap, spec.read_once,
         )  # fmt: skip
     elif config.schedule == "swapped":
         kernel = sm90_swapped.SwappedGemm(
@@ -139,7 +141,7 @@ def compile_kernel(spec: Specialisation, *, keep: bool = False) -> Any:
             ),
             TmaLoader(a_type, config.tile_m, config.tile_k, True, config.num_stages, config.cluster_n),
             out_type, bias_type, spec.activation, spec.accumulate, spec.a_scaling, None if packed else spec.b_scaling,
-            spec.promote, spec.single, spec.vector, config.overlap, packed, wide_codes, spec.shuffled,
+            spec.promote, spec.single, spec.vector, config.overlap, packed, wide_codes, spec.shuffled, spec.read_once,
         )  # fmt: skip
     else:
         swiglu = spec.activation == SWIGLU

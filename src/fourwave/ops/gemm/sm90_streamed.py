@@ -38,7 +38,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from fourwave.blocks.cutedsl import mxfp4, reduction, warp_mma
-from fourwave.blocks.cutedsl.loaders import ScaleLoader, TmaLoader
+from fourwave.blocks.cutedsl.loaders import ScaleLoader, TmaLoader, policy
 from fourwave.ops.gemm.sm90_config import ALONE_BYTES
 
 SMEM_ALIGN = 1024
@@ -53,7 +53,7 @@ class StreamedGemm:
     rows        of b per tile, a multiple of 16
     tokens      rows of a, a multiple of 8
     num_stages  buffers per warp
-    single, vector, overlap  as in SwappedGemm
+    single, vector, overlap, read_once  as in SwappedGemm
     """
 
     rows: int
@@ -68,6 +68,7 @@ class StreamedGemm:
     single: bool
     vector: bool
     overlap: bool
+    read_once: bool = False
 
     @property
     def threads(self) -> int:
@@ -139,8 +140,10 @@ class StreamedGemm:
                 cute.arch.mbarrier_arrive_and_expect_tx(
                     barrier, self.loader_a.stage_bytes + self.loader_b.slot_bytes + self.loader_s.slot_bytes
                 )
-            cute.copy(tma_b, from_b[(None, tile, k_begin + k)], to_b[(None, 0, slot)], tma_bar_ptr=barrier)
-            cute.copy(tma_s, from_s[(None, tile, k_begin + k)], to_s[(None, 0, slot)], tma_bar_ptr=barrier)
+            once = policy(self.read_once)
+            at = (None, tile, k_begin + k)
+            cute.copy(tma_b, from_b[at], to_b[(None, 0, slot)], tma_bar_ptr=barrier, cache_policy=once)
+            cute.copy(tma_s, from_s[at], to_s[(None, 0, slot)], tma_bar_ptr=barrier, cache_policy=once)
             cute.copy(tma_a, from_a[(None, 0, k_begin + k)], to_a[(None, slot)], tma_bar_ptr=barrier)
             k += self.warps
             if k >= k_count:

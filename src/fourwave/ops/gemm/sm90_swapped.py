@@ -54,7 +54,7 @@ from cutlass.memory import SmemAllocator
 
 from fourwave.blocks.cutedsl import mma as mma_block
 from fourwave.blocks.cutedsl import mxfp4, mxfp8, reduction
-from fourwave.blocks.cutedsl.loaders import ScaleLoader, TmaLoader
+from fourwave.blocks.cutedsl.loaders import ScaleLoader, TmaLoader, policy
 from fourwave.blocks.cutedsl.mma import WARPGROUP
 
 ROWS = 64  # of a consumer warpgroup
@@ -69,6 +69,7 @@ class SwappedGemm:
     rows, tokens  tile of b and of a; loader_b and loader_a bring them
     single        no cluster has more than one tile: `partial` may lie over the stages, which are read by then
     vector        rows of out start at multiples of 4 elements and N is one: stores of 4 elements
+    read_once     each tile of b is read by one CTA only: it leaves L2 before a and out do
     """
 
     rows: int
@@ -91,6 +92,7 @@ class SwappedGemm:
     packed: bool = False
     wide_codes: bool = False
     shuffled: bool = False
+    read_once: bool = False
 
     @property
     def together(self) -> bool:
@@ -371,6 +373,7 @@ class SwappedGemm:
                             global_s[(None, n_tile, k_begin + k)],
                             shared_s[(None, 0, write.index)],
                             tma_bar_ptr=barrier,
+                            cache_policy=policy(self.read_once),
                         )
                     elif cutlass.const_expr(self.packed):
                         if k == 0 or (k_begin + k) % mxfp4.GROUP_STEPS == 0:
@@ -378,11 +381,12 @@ class SwappedGemm:
                                 cute.arch.mbarrier_expect_tx(barrier, self.scale_loader.slot_bytes)
                             cute.copy(
                                 tma_s, global_s[(None, n_tile, (k_begin + k) // mxfp4.GROUP_STEPS)],
-                                shared_s[(None, 0, write.index)], tma_bar_ptr=barrier,
+                                shared_s[(None, 0, write.index)], tma_bar_ptr=barrier, cache_policy=policy(self.read_once),
                             )  # fmt: skip
                     cute.copy(
-                        tma_b, global_b[(None, n_tile, k_begin + k)], shared_b[(None, write.index)], tma_bar_ptr=barrier
-                    )
+                        tma_b, global_b[(None, n_tile, k_begin + k)], shared_b[(None, write.index)], tma_bar_ptr=barrier,
+                        cache_policy=policy(self.read_once),
+                    )  # fmt: skip
                     cute.copy(
                         tma_a, global_a[(None, m_tile, k_begin + k)], shared_a[(None, write.index)], tma_bar_ptr=barrier,
                         mcast_mask=mask_a,
