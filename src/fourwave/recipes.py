@@ -75,6 +75,13 @@ class Recipe:
         return False
 
 
+def check_recipe(recipe: object, *, none: bool = False) -> None:
+    """none: it may be None, too."""
+    if isinstance(recipe, Recipe) or (none and recipe is None):
+        return
+    raise ValueError(f"recipe is {recipe!r}; it must be one of fourwave.recipes, such as MXFP8(){', or None' * none}")
+
+
 def _choose(name: str, value: object, known: tuple[object, ...]) -> None:
     if value not in known:
         raise ValueError(f"{name} is {value!r}; it must be {', '.join(map(repr, known))}")

@@ -427,3 +427,45 @@ def test_general_gemm_hands_alpha_and_the_accumulator_on(monkeypatch: pytest.Mon
     for split in (True, False):
         te.general_gemm(qa, qb, torch.float32, use_split_accumulator=split)
     assert told == [False, True]
+
+
+# -- what does not go is told before anything is computed, by the names of the module
+
+
+@pytest.mark.parametrize("columns", [True, False], ids=["in_features", "out_features"])
+def test_features_that_mxfp4_cannot_pack(columns: bool) -> None:
+    """A head of three labels, say, whose gradient alone is packed along them."""
+    modules: list[Any] = [fnn.Linear(33, 32), fnn.LayerNormLinear(33, 32), fnn.GroupedLinear(2, 33, 32)]
+    if not columns:
+        modules = [fnn.Linear(32, 3), fnn.LayerNormLinear(32, 3), fnn.GroupedLinear(2, 32, 3)]
+    for module in modules:
+        x = data(0, 4, module.in_features)
+        sizes = (torch.tensor([1, 3]),) if isinstance(module, fnn.GroupedLinear) else ()
+        told = rf"weight is \d+ x \d+; in mxfp4 .*{'input' if columns else 'output'} features"
+        for first in (None, True):
+            with fw.autocast(recipe=R.MXFP4(backward="mxfp4")), pytest.raises(ValueError, match=told):
+                module(x, *sizes, is_first_microbatch=first)
+        if not columns:
+            with torch.no_grad(), fw.autocast(recipe=R.MXFP4(backward="mxfp4")):
+                assert module(x, *sizes).isfinite().all()
+            with fw.autocast(recipe=R.MXFP4()):
+                module(x, *sizes).sum().backward()
+
+
+@pytest.mark.parametrize("recipe", [None, R.MXFP8()], ids=str)
+def test_float64_parameters_are_told_by_name(recipe: Any) -> None:
+    modules: list[Any] = [fnn.Linear(32, 32), fnn.LayerNormLinear(32, 32), fnn.GroupedLinear(2, 32, 32)]
+    for module in modules:
+        sizes = (torch.tensor([1, 3]),) if isinstance(module, fnn.GroupedLinear) else ()
+        with fw.autocast(enabled=recipe is not None, recipe=recipe):
+            with pytest.raises(ValueError, match=r"^weight is torch\.float64; it must be float32"):
+                module.double()(data(0, 4, 32), *sizes)
+
+
+@pytest.mark.parametrize("wrong", ["mxfp8", R.MXFP8, None], ids=str)
+def test_what_is_no_recipe_is_told(wrong: Any) -> None:
+    for call in (lambda: fnn.prepare(fnn.Linear(32, 32), wrong), lambda: fnn.Linear(32, 32).store_quantized(wrong)):
+        with pytest.raises(ValueError, match=r"recipe is .*; it must be one of fourwave\.recipes, such as MXFP8\(\)$"):
+            call()
+    with pytest.raises(ValueError, match="model is a type"):
+        fnn.prepare(fnn.Linear, R.MXFP8())  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from fourwave.backends import select
 from fourwave.nn import context
 from fourwave.quantize import api as quantize_api
 from fourwave.quantize.tensor import FORMATS
-from fourwave.recipes import UNQUANTIZED, Plan, Recipe
+from fourwave.recipes import UNQUANTIZED, Plan, Recipe, check_recipe
 
 Tensor = torch.Tensor
 
@@ -87,8 +87,7 @@ class QuantizedModule(nn.Module):
 
     @recipe.setter
     def recipe(self, recipe: Recipe | None) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise ValueError(f"recipe is {recipe!r}; it must be one of fourwave.recipes, such as MXFP8(), or None")
+        check_recipe(recipe, none=True)
         self.__dict__["recipe"] = recipe
         self._plan = None if recipe is None else recipe.plan
         if "delayed_scale" in self.__dict__:  # the constructor prepares at its end
@@ -478,6 +477,9 @@ def prepare(model: nn.Module, recipe: Recipe) -> nn.Module:
     For loading a distributed checkpoint into a fresh model, with DelayedScaling, and before torch.compile, with that or
     stochastic rounding.
     """
+    check_recipe(recipe)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
     plan = recipe.plan
     for module in model.modules():
         if isinstance(module, QuantizedModule):

@@ -20,7 +20,7 @@ import torch
 import torch.utils.checkpoint
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode
 
-from fourwave.recipes import UNQUANTIZED, CurrentScaling, Plan, Recipe
+from fourwave.recipes import UNQUANTIZED, CurrentScaling, Plan, Recipe, check_recipe
 
 
 class Region:
@@ -142,10 +142,9 @@ class autocast:  # a function to its callers, hence the name
                 raise ValueError(
                     f"{name} is {flag!r}; it must be True or False, and a recipe comes by name: recipe=..."
                 )
+        check_recipe(recipe, none=True)
         if recipe is None:
             recipe = CurrentScaling()
-        if not isinstance(recipe, Recipe):
-            raise ValueError(f"recipe is {recipe!r}; it must be one of fourwave.recipes, such as MXFP8(), or None")
         self.enabled, self.recipe, self.group, self.calibrating = enabled, recipe, amax_reduction_group, calibrating
         plan = recipe.plan
         if calibrating and not plan.delayed:

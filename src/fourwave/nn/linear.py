@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fourwave.nn.base import QuantizedModule, Step
-from fourwave.nn.function import Later, Pass, check_dense, check_input, compute_dtype, linear, quantize_weight
+from fourwave.nn.function import Later, Pass, check_input, compute_dtype, linear, quantize_weight
 from fourwave.nn.products import Packed, Pair, pack, pair, unpack
 from fourwave.nn.weights import WeightCache
 from fourwave.quantize import QuantizedTensor
 from fourwave.quantize.tensor import FORMATS
-from fourwave.recipes import Plan, Recipe
+from fourwave.recipes import Plan, Recipe, check_recipe
 
 Tensor = torch.Tensor
 
@@ -96,7 +96,8 @@ class LinearBase(QuantizedModule):
             stand_in = torch.empty(0, dtype=stored.dtype, device=x.device, requires_grad=trains)
             return stand_in, stored.pair(self, step.plan, compute_dtype(x)), main_grad, bool(is_first_microbatch)
         weight = getattr(self, name)
-        check_dense(**{name: weight})
+        check_input(weight, name)
+        _check_packed(step.plan, name, weight, torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         if self.delay_wgrad_compute and weight.requires_grad and not weight.is_leaf and not self._parts(name):
             raise ValueError(
                 f"delay_wgrad_compute=True and {name} is computed from others (torch.nn.utils.parametrize, say): its gradient could not "
@@ -173,6 +174,7 @@ class LinearBase(QuantizedModule):
 
         Modules then run under this recipe, or unquantized from the stored values. DelayedScaling has no scale to store by.
         """
+        check_recipe(recipe)
         plan = recipe.plan
         if plan.w is None or plan.delayed or (dgrad and plan.w_t is None):
             raise ValueError(
@@ -253,6 +255,20 @@ def _backward(leaves: Sequence[Tensor], grads: Sequence[Tensor], parameters: Seq
     trained = [(leaf, grad) for leaf, grad in zip(leaves, grads, strict=True) if leaf.requires_grad]
     if trained:  # frozen since: none
         torch.autograd.backward([leaf for leaf, _ in trained], [grad for _, grad in trained])
+
+
+def _check_packed(plan: Plan, name: str, weight: Tensor, trains: bool) -> None:
+    """Codes of 4 bits fill whole bytes of each row of x and of the weight [..., rows, columns], and of the output's gradient."""
+    rows, columns = weight.shape[-2:]
+    for wanted, size, what in (
+        ("mxfp4" in (plan.x, plan.w), columns, "input features"),
+        (trains and "mxfp4" in (plan.g, plan.g_t), rows, "output features, with gradients in mxfp4,"),
+    ):
+        if wanted and size % 2:
+            raise ValueError(
+                f"{name} is {rows} x {columns}; in mxfp4 two codes share a byte, so that its {what} must be even. "
+                "fw.nn.convert(filter=...) and fw.autocast(enabled=False) leave a layer in high precision"
+            )
 
 
 class StoredWeight:
