@@ -207,10 +207,14 @@ def test_the_kept_form_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_alias_taken_earlier_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = quantizations(monkeypatch)
     linear = fresh()
-    for kept, take in ((True, lambda t: t.detach()), (False, lambda t: t.detach().numpy())):
+    takes: tuple[tuple[bool, Callable[[Any], Any]], ...] = (
+        (True, lambda t: t.detach()), (True, lambda t: t.untyped_storage()), (True, lambda t: t.storage()),
+        (False, lambda t: t.detach().numpy()),
+    )  # fmt: skip
+    for kept, take in takes:
         alias = take(linear.weight)
         run(linear, True)
-        alias[:] = 3.0
+        alias.fill_(65) if hasattr(alias, "fill_") else alias.fill(65)
         assert torch.equal(run(linear, False), run(linear, None))
         del alias
         gc.collect()
@@ -335,6 +339,18 @@ def test_other_modules_keep_weights_too(kind: str, monkeypatch: pytest.MonkeyPat
     next(p for p in module.parameters() if p.dim() > 1).data.zero_()
     with fw.autocast(recipe=R.MXFP8()):
         assert torch.equal(module(X, *rest, is_first_microbatch=False), module(X, *rest))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiled_code_may_take_data(fullgraph: bool) -> None:
+    """Moving averages, say: Dynamo reads the property that counts who took it."""
+    linear = fresh()
+    before = run(linear, True).detach()
+    double = torch.compile(lambda weight: weight.data.mul_(2), backend="aot_eager", fullgraph=fullgraph)
+    double(linear.weight)
+    after = run(linear, False).detach()
+    assert not torch.equal(after, before) and torch.equal(after, run(linear, None))
+    assert linear.weight.data.abs().sum() == 2 * fresh().weight.abs().sum()
 
 
 @pytest.mark.parametrize("owner", ["numpy", "dlpack", "another process"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -26,6 +27,9 @@ class WatchedParameter(torch.nn.Parameter):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
+        if torch.compiler.is_compiling():
+            # Dynamo would read `_DATA` by calling this function. What compiled code writes moves the version counter.
+            return self.detach()
         self.aliases_taken = getattr(self, "aliases_taken", 0) + 1
         return _DATA.__get__(self)
 
@@ -138,18 +142,24 @@ def _shared(known: Sequence[Tensor]) -> bool:
     """
     holders = Counter(_storage(each)._cdata for each in known)
     for each in known:
-        storage = _storage(each)
-        if not storage.resizable() or (each.device.type == "cpu" and storage.is_shared()):
+        if not _storage(each).resizable() or (each.device.type == "cpu" and _storage(each).is_shared()):
             return True
-        if torch._C._storage_Use_Count(storage._cdata) > _ALONE + holders[storage._cdata] - 1:
+        objects, uses = _held(each)
+        if objects > _ALONE.objects or uses > _ALONE.uses + holders[_storage(each)._cdata] - 1:
             return True
     return False
 
 
-def _count_alone() -> int:
-    alone = torch.nn.Parameter(torch.empty(1))
-    storage = alone.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata)
+class _Held(NamedTuple):
+    """Who holds a tensor's storage: references to the Python object of it, which all tensors have in common, and uses in C++."""
+
+    objects: int
+    uses: int
 
 
-_ALONE = _count_alone()
+def _held(tensor: Tensor) -> _Held:
+    storage = _storage(tensor)
+    return _Held(sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata))
+
+
+_ALONE = _held(torch.nn.Parameter(torch.empty(1)))
