@@ -319,6 +319,28 @@ def test_watched_weights_are_parameters_in_every_other_way() -> None:
     torch.testing.assert_close(weight.data, weight.detach(), rtol=0, atol=0)
 
 
+def test_watched_weights_make_parameters() -> None:
+    """As torch.nn.utils.parametrize does, of LoRA say: a parameter in the same memory, which the kept form sees."""
+    linear = fresh()
+    run(linear, True)
+    for wants in (True, False):
+        made = torch.nn.Parameter(linear.weight, requires_grad=wants)
+        assert made.is_leaf and made.requires_grad == wants and made.data_ptr() == linear.weight.data_ptr()
+    run(linear, True)
+    with torch.no_grad():
+        made.mul_(2)
+    assert torch.equal(run(linear, False), run(linear, None))
+
+    class Half(torch.nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight / 2
+
+    torch.nn.utils.parametrize.register_parametrization(linear, "weight", Half())
+    assert torch.equal(run(linear, True), run(fresh(), None))
+    run(linear, False).sum().backward()
+    assert linear.parametrizations.weight.original.grad is not None
+
+
 @pytest.mark.parametrize("kind", ["mlp", "grouped"])
 def test_other_modules_keep_weights_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = quantizations(monkeypatch)

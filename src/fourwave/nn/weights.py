@@ -38,6 +38,13 @@ class WatchedParameter(torch.nn.Parameter):
         self.aliases_taken = getattr(self, "aliases_taken", 0) + 1
         _DATA.__set__(self, value)
 
+    def detach(self) -> Tensor:
+        """A plain tensor, but to `torch.nn.Parameter(weight)`, which refuses a weight whose detach() is of another type."""
+        alias = _detach(self)
+        if not torch.compiler.is_compiling() and sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+            return torch.Tensor._make_subclass(WatchedParameter, alias)
+        return alias
+
     def untyped_storage(self) -> Any:
         self.aliases_taken = getattr(self, "aliases_taken", 0) + 1
         return _storage(self)
@@ -55,6 +62,7 @@ class WatchedParameter(torch.nn.Parameter):
 
 
 _DATA: Any = torch._C.TensorBase.data
+_detach: Any = torch._C.TensorBase.detach
 _storage: Any = torch._C.TensorBase.untyped_storage
 
 
