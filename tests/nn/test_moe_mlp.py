@@ -386,3 +386,17 @@ def test_inference_compiles_whole() -> None:
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     with fw.autocast(recipe=R.MXFP8()), torch.no_grad():
         assert torch.equal(compiled(x), module(x))
+
+
+def test_results_are_no_views() -> None:
+    """Of a view, a change in place (`y += x`) drops the hook that FSDP2 put on it."""
+    moe = fnn.MoEMLP(64, 64, 4, 2, return_logits=True)
+    for shape in ((6, 64), (2, 3, 64), (64,)):
+        x = torch.randn(shape, requires_grad=True)
+        y, logits = moe(x)
+        assert y.shape == x.shape and logits.shape == (*shape[:-1], 4)
+        assert not y._is_view() and not logits._is_view()
+        y += x
+        logits *= 2
+        (y.sum() + logits.sum()).backward()
+        assert x.grad is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import re
 from typing import Any
@@ -378,6 +379,38 @@ def test_compiled_code_is_as_eager() -> None:
         results.append([y.detach(), x.grad, *[p.grad for p in module.parameters()]])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(6, 64), (2, 3, 64)], ids=str)
+def test_results_are_no_views(shape: tuple[int, ...]) -> None:
+    """Of a view, a change in place (`y += x`) drops the hook that FSDP2 put on it."""
+    for make in (lambda: te.GroupedLinear(2, 64, 64, device="cpu"), lambda: te.RMSNorm(64, device="cpu")):
+        module: Any = make()
+        x = torch.randn(shape, requires_grad=True)
+        y = module(x, *([[2, 4]] if isinstance(module, te.GroupedLinear) else []))
+        assert y.shape == x.shape and not y._is_view()
+        y += x
+        y.sum().backward()
+        assert x.grad is not None
+
+
+def test_a_selective_checkpoint_sees_that_a_result_it_keeps_was_changed() -> None:
+    """It computes again from what it kept: a change that it did not see would be there twice."""
+    module = te.GroupedLinear(2, 64, 64, device="cpu")
+    kept = functools.partial(
+        torch.utils.checkpoint.create_selective_checkpoint_contexts, [torch.ops.fourwave.grouped_gemm.default]
+    )
+
+    def changed(x: torch.Tensor) -> torch.Tensor:
+        y = module(x, [2, 4])
+        y += x
+        return y.square()
+
+    y = torch.utils.checkpoint.checkpoint(
+        changed, torch.randn(2, 3, 64, requires_grad=True), use_reentrant=False, context_fn=kept
+    )
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        y.sum().backward()
 
 
 def test_sharded_parameters_train_as_whole_ones() -> None:

@@ -15,6 +15,7 @@ from fourwave.nn.function import has_autocast
 from fourwave.nn.grouped_linear import GroupedLinear
 from fourwave.nn.layernorm_mlp import _GATED, _SEPARATE, MLP_ACTIVATIONS
 from fourwave.nn.linear import made_parameter, reset_linear
+from fourwave.nn.products import shaped
 from fourwave.ops.gemm.operators import _activation_backward
 from fourwave.ops.gemm.reference import activate
 from fourwave.ops.moe.combine import combine
@@ -146,9 +147,9 @@ class MoEMLP(nn.Module):
             separate = _SEPARATE.get(self.activation)
             h = _Activation.apply(z, self.activation) if separate is None else separate(z)
             h = self.fc2(h, m_sizes, is_first_microbatch, all_rows=all_rows)
-        y = _ToTokens.apply(h, weights, order, places).view(*x.shape[:-1], self.hidden_size)
+        y = shaped(_ToTokens.apply(h, weights, order, places), *x.shape)
         if self.return_logits and logits is not None:
-            return y, logits.view(*x.shape[:-1], self.num_experts)
+            return y, shaped(logits, *x.shape[:-1], self.num_experts)
         return y
 
     def _order(self, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -37,6 +37,17 @@ def rows(t: Tensor) -> Tensor:
     return t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
+def shaped(t: Tensor, *shape: int) -> Tensor:
+    """A module's result in the shape of its input, and no view of `t`, which nobody else has: FSDP2 hangs the hook that gathers
+    parameters for the backward pass on a result, and a change in place of a view drops it.
+
+    A selective checkpoint may have kept `t`: of a view it sees the change, and refuses.
+    """
+    if t.shape == shape:
+        return t
+    return t.view(shape) if functional() else torch.ops.aten._unsafe_view(t, shape)
+
+
 def pair(
     t: Tensor,
     row: str | None,

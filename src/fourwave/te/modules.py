@@ -22,6 +22,7 @@ from fourwave.nn import parts
 from fourwave.nn.function import check_input, compute_dtype
 from fourwave.nn.linear import _backward, reset_linear
 from fourwave.nn.norm import norm, reset_norm
+from fourwave.nn.products import shaped
 from fourwave.te.padding import Fp8Padding as Fp8Padding
 from fourwave.te.padding import Fp8Unpadding as Fp8Unpadding
 
@@ -460,7 +461,7 @@ class GroupedLinear(_Module, fnn.GroupedLinear):
         y = super().forward(
             rows, sizes.to(inp.device, non_blocking=True), is_first_microbatch, all_rows=sizes is not m_splits
         )
-        y = y.view(*inp.shape[:-1], y.shape[-1])
+        y = shaped(y, *inp.shape[:-1], y.shape[-1])
         if not self.return_bias:
             return y
         dtype = compute_dtype(inp)
@@ -553,7 +554,7 @@ class _Norm(torch.nn.Module):
             None if self.bias is None else self.bias.flatten(), normalization=self.normalization, eps=self.eps,
             zero_centered=self.zero_centered_gamma, dtype=compute_dtype(input),
         )  # fmt: skip
-        return y.view(input.shape)
+        return shaped(y, *input.shape)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         state_dict.pop(prefix + "_extra_state", None)  # Transformer Engine's: norms have nothing to keep there
