@@ -630,3 +630,27 @@ def test_transforms_are_refused(transform: Any) -> None:
 
     with pytest.raises(NotImplementedError, match=r"transforms of torch\.func"):
         transform(run)(torch.ones(2, 32))
+
+
+@pytest.mark.parametrize("recipe", [None, R.MXFP8(), R.BlockScaling()], ids=str)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_flops_are_counted(recipe: Any, grouped: bool) -> None:
+    """Of all three products, of a selective checkpoint's, too, which keeps those of the forward pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    module: Any = fnn.GroupedLinear(2, 128, 256, bias=False) if grouped else fnn.Linear(128, 256, bias=False)
+    rest = (torch.tensor([2, 4]),) if grouped else ()
+    kept = functools.partial(
+        torch.utils.checkpoint.create_selective_checkpoint_contexts,
+        [torch.ops.fourwave.product.default, torch.ops.fourwave.grouped_gemm.default],
+    )
+
+    def checkpointed(*args: Any) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(module, *args, use_reentrant=False, context_fn=kept)
+
+    for call in (module, checkpointed):
+        with FlopCounterMode(display=False) as counter, fw.autocast(enabled=recipe is not None, recipe=recipe):
+            y = call(randn(6, 128).requires_grad_(), *rest)
+            assert counter.get_total_flops() == 2 * 6 * 128 * 256
+            y.sum().backward()
+            assert counter.get_total_flops() == 3 * 2 * 6 * 128 * 256

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from fourwave.ops.gemm.api import gemm
 from fourwave.ops.gemm.check import Arguments
 from fourwave.ops.gemm.execute import execute
+from fourwave.ops.gemm.operators import flops_of, register_flops
 from fourwave.ops.gemm.problem import SWIGLU
 from fourwave.quantize import QuantizedTensor, quantize
 from fourwave.quantize.random import HADAMARD
@@ -226,6 +227,8 @@ def _traced_product(  # type: ignore[no-untyped-def]
         t.hadamard(direction) if isinstance(t, QuantizedTensor) else None
         for t, direction in zip((a, b), directions, strict=True)
     ]
+    if not torch.compiler.is_compiling():
+        register_flops((torch.ops.fourwave.product, flops_of(_product_op._init_fn)))
     assert seeds[0] == seeds[1], "both operands of a product are transformed, or neither"
     if isinstance(a, QuantizedTensor):
         a_scaling = a.format.scaling

@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -219,8 +220,9 @@ def _flops(signature: inspect.Signature, *args: Any, out_val: Any = None, **kwar
     return 2 * math.prod(shape) * k
 
 
-def register_flops() -> None:
-    """Tell PyTorch's FLOP counter what the operators cost: 2 M N K. Only where the caller has imported it: it imports Triton."""
+def register_flops(*operators: tuple[Any, Callable[..., int]]) -> None:
+    """Tell PyTorch's FLOP counter what operators cost: pairs of an operator and a function of its arguments, by default this file's. Only
+    where the caller has imported it: it imports Triton."""
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None:
         return
@@ -230,5 +232,14 @@ def register_flops() -> None:
         if isinstance(copied, dict):
             registries.append(copied)
     for each in registries:
-        for operator, function in ((torch.ops.fourwave.gemm, _gemm), (torch.ops.fourwave.gemm_out, _gemm_out)):
-            each.setdefault(operator, functools.partial(_flops, inspect.signature(function)))
+        for operator, flops in operators or _flops_here():
+            each.setdefault(operator, flops)
+
+
+def flops_of(function: Callable[..., Any]) -> Callable[..., int]:
+    """2 M N K of an operator's arguments. function: has its arguments, a, b, trans_a and trans_b among them."""
+    return functools.partial(_flops, inspect.signature(function))
+
+
+def _flops_here() -> list[tuple[Any, Callable[..., int]]]:
+    return [(torch.ops.fourwave.gemm, flops_of(_gemm)), (torch.ops.fourwave.gemm_out, flops_of(_gemm_out))]

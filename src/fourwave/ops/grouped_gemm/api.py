@@ -268,6 +268,8 @@ def _call(args: GroupedArguments, check_sizes: bool) -> Tensor:
         assert_sizes(args.m_sizes, m if args.split == ROWS else k)
     if not _needs_operator(*tensors):
         return execute(args)
+    if not torch.compiler.is_compiling():
+        operators.register_grouped_flops()
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "torch.func transforms (grad, vmap, ...) cannot go through grouped_gemm: use torch.autograd"

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from fourwave.backends import select
-from fourwave.ops.grouped_gemm.check import GroupedArguments, Tensor, fake_result
+from fourwave.ops.gemm.operators import register_flops
+from fourwave.ops.grouped_gemm.check import GroupedArguments, Tensor, fake_result, sizes
 from fourwave.ops.grouped_gemm.execute import execute
 from fourwave.ops.grouped_gemm.problem import REDUCTION, ROWS
 
@@ -211,6 +212,50 @@ def _out_fake(
             a_scale_layout, b_preshuffled, fast_accum, None, backend,
         )
     )  # fmt: skip
+
+
+# ---- cost ------------------------------------------------------------------------------------------------------------
+
+
+def register_grouped_flops() -> None:
+    """2 M N K, with all rows, those past the last group, too: their number is not read on the host."""
+    o = torch.ops.fourwave
+    register_flops(
+        (o.grouped_gemm, _gemm_flops), (o.grouped_gemm_wgrad, _wgrad_flops), (o.grouped_gemm_out, _out_flops)
+    )
+
+
+def _gemm_flops(
+    a: Tensor, b: Tensor, m_sizes: Tensor, bias: Tensor | None = None, trans_b: bool = True, *_: Any, **__: Any
+) -> int:
+    return _out_flops(a, b, m_sizes, None, ROWS, True, trans_b)
+
+
+def _wgrad_flops(
+    dout: Tensor,
+    x: Tensor,
+    m_sizes: Tensor,
+    out_dtype: torch.dtype | None = None,
+    transposed: bool = False,
+    *_: Any,
+    **__: Any,
+) -> int:
+    return _out_flops(dout, x, m_sizes, None, REDUCTION, transposed, transposed)
+
+
+def _out_flops(
+    a: Tensor,
+    b: Tensor,
+    m_sizes: Tensor,
+    out: Tensor | None,
+    split: str,
+    a_k_last: bool,
+    b_k_last: bool,
+    *_: Any,
+    **__: Any,
+) -> int:
+    _groups, m, n, k = sizes(GroupedArguments(a, b, m_sizes, split, (a_k_last, b_k_last)))
+    return 2 * m * n * k
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
