@@ -154,7 +154,7 @@ def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
         else:
             stage += 4 * (config.tile_m + (config.tile_n if problem.split == REDUCTION else 4))
     if problem.split == REDUCTION and bulk_scales(problem, config) is not None:
-        stage += 12 * (config.tile_m + config.tile_n) + 256 + 8
+        stage += 12 * (config.tile_m + config.tile_n) + 256 + 16
     tables = 3 if last_halves(problem, config) else 2
     total = config.num_stages * stage + 4 * (tables * table_groups(problem) + 32) + 2 * BARRIER_BYTES
     if config.schedule == "swapped":

@@ -16,6 +16,8 @@ producer's sees to; where their rows are not multiples of 16 bytes, and those of
 
 Barriers
   full    1 arrival, which announces TMA's bytes, and where warps copy scales one for each lane of those
+  brought 1 arrival, which announces TMA's bytes of a slot of scales: of its own, and each use of it is waited for. A parity does not tell
+          the use before the last from the last one, so who waits for only some of a stage's uses takes one for another
   turned  of the two warps that put a slot of scales in order
   empty   of each consumer warp of each CTA of the cluster
   named   BOTH: of both consumers, when they have written zeros; TURN: of the two warps, when they have read a slot
@@ -229,6 +231,7 @@ class GroupedWgrad:
             empty: cute.struct.MemRange[Int64, self.num_stages]
             ready: cute.struct.MemRange[Int64, max(1, slots)]
             done: cute.struct.MemRange[Int64, max(1, slots)]
+            brought: cute.struct.MemRange[Int64, self.scale_slots]
             turned: cute.struct.MemRange[Int64, self.scale_slots]
             row_end: cute.struct.MemRange[Int32, self.groups]
             tile_end: cute.struct.MemRange[Int32, self.groups + 32]
@@ -249,7 +252,7 @@ class GroupedWgrad:
         smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-        turned = storage.turned.data_ptr()
+        brought, turned = storage.brought.data_ptr(), storage.turned.data_ptr()
         ready, done = storage.ready.data_ptr(), storage.done.data_ptr()
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
         scales_a, scales_b = storage.scales_a.data_ptr(), storage.scales_b.data_ptr()
@@ -258,6 +261,7 @@ class GroupedWgrad:
                 cute.arch.mbarrier_init(full + i, 1 + LANES * self.copiers if self.words else 1)
                 cute.arch.mbarrier_init(empty + i, 8 * share)
             for i in cutlass.range_constexpr(self.scale_slots):
+                cute.arch.mbarrier_init(brought + i, 1)
                 cute.arch.mbarrier_init(turned + i, 2)
             for i in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(ready + i, 1)
@@ -308,8 +312,8 @@ class GroupedWgrad:
             if cutlass.const_expr(self.quads):
                 if warp >= 2:
                     self.turn_scales(
-                        tile, num_tiles, clusters, tiles_m, tiles_n, band, rank, row_end, full, turned, scales_a, scales_b, warp,
-                        lane,
+                        tile, num_tiles, clusters, tiles_m, tiles_n, band, rank, row_end, brought, turned, scales_a, scales_b,
+                        warp, lane,
                     )  # fmt: skip
             if warp == 0:
                 mask_a = mask_b = None
@@ -348,21 +352,24 @@ class GroupedWgrad:
                     for k in cutlass.range(steps, unroll=1):
                         cute.arch.mbarrier_wait(empty + write.index, write.phase)
                         barrier = full + write.index
-                        arriving = Int32(loader_a.stage_bytes + loader_b.stage_bytes)
-                        if cutlass.const_expr(self.quads):
-                            if self.begins_quad(block, k):
-                                arriving += self.scale_bytes * (TILE_M + self.tile_n)
-                        with cute.arch.elect_one():
-                            cute.arch.mbarrier_arrive_and_expect_tx(barrier, arriving)
                         if cutlass.const_expr(self.quads):
                             if self.begins_quad(block, k):
                                 slot, at = self.next_slot(slot), (block - quad + k) // QUAD
+                                arrived = brought + slot
+                                with cute.arch.elect_one():
+                                    cute.arch.mbarrier_arrive_and_expect_tx(
+                                        arrived, self.scale_bytes * (TILE_M + self.tile_n)
+                                    )
                                 cute.copy(
-                                    tma_sa, global_sa[(None, 0, at)], shared_sa[(None, slot)], tma_bar_ptr=barrier
+                                    tma_sa, global_sa[(None, 0, at)], shared_sa[(None, slot)], tma_bar_ptr=arrived
                                 )
                                 cute.copy(
-                                    tma_sb, global_sb[(None, 0, at)], shared_sb[(None, slot)], tma_bar_ptr=barrier
+                                    tma_sb, global_sb[(None, 0, at)], shared_sb[(None, slot)], tma_bar_ptr=arrived
                                 )
+                        with cute.arch.elect_one():
+                            cute.arch.mbarrier_arrive_and_expect_tx(
+                                barrier, loader_a.stage_bytes + loader_b.stage_bytes
+                            )
                         cute.copy(
                             tma_a,
                             global_a[(None, 0, k)],
@@ -668,22 +675,23 @@ class GroupedWgrad:
     @cute.jit
     def turn_scales(
         self, tile: Int32, num_tiles: Int32, clusters: Int32, tiles_m: Int32, tiles_n: Int32, band: Int32, rank: Int32,
-        row_end: cute.Pointer, full: cute.Pointer, turned: cute.Pointer, scales_a: cute.Pointer, scales_b: cute.Pointer,
+        row_end: cute.Pointer, brought: cute.Pointer, turned: cute.Pointer, scales_a: cute.Pointer, scales_b: cute.Pointer,
         warp: Int32, lane: Int32,
     ):  # fmt: skip
         """The last two warps: a slot of scales, which TMA has brought row by row, becomes one of k blocks, of which each has a's rows one after
         the other, and of b's columns those of a thread."""
         own = LANES * (warp - 2) + lane
         base_a, base_b = scales_a.toint().to(Int32), scales_b.toint().to(Int32)
-        read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
-        slot = Int32(self.scale_slots - 1)
+        slot, phase = Int32(self.scale_slots - 1), Int32(1)
         while tile < num_tiles:
             g, _, _ = self.place(tile, tiles_m, tiles_n, band, rank)
             first, steps, _ = self.span(row_end, g)
             for k in cutlass.range(steps, unroll=1):
                 if self.begins_quad(first // 128, k):
                     slot = self.next_slot(slot)
-                    cute.arch.mbarrier_wait(full + read.index, read.phase)
+                    if slot == 0:
+                        phase = phase ^ 1
+                    cute.arch.mbarrier_wait(brought + slot, phase)
                     slot_a, slot_b = base_a + slot * self.slot_a_bytes, base_b + slot * self.slot_b_bytes
                     rows = [ring_store.load_quad(slot_a + own * 16, 1024 * i) for i in range(TILE_M // 64)]
                     columns = [ring_store.load_quad(slot_b + own * 16, 1024 * i) for i in range(self.tile_n // 64)]
@@ -700,7 +708,6 @@ class GroupedWgrad:
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(turned + slot)
-                read.advance()
             tile += clusters
 
     @cute.jit
