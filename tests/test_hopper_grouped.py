@@ -594,19 +594,17 @@ def test_wgrad_outputs(K: int, accumulate: bool, out_dtype: torch.dtype) -> None
     run_case(GroupedCase("wgrad", (5, 130, 0, 1), 136, K, out_dtype=out_dtype, accumulate=accumulate, extra=1))
 
 
-@on_gpu
-@pytest.mark.parametrize("scaling", [None, "tensor", "row", "1x128"])
-@pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("tile", WGRAD_TILES[:7], ids=str)
-@pytest.mark.parametrize("extra", [15, 143])
-def test_wgrad_fp8(extra: int, tile: tuple[Any, ...], fast: bool, scaling: str | None) -> None:
+def check_wgrad_fp8(
+    tile: tuple[int, int, int], extra: int, scaling: str | None, fast: bool = False, out_dtype: torch.dtype = FP32,
+    addend: str | None = None,
+) -> None:  # fmt: skip
     """Codes stored transposed; groups that begin inside a block of scales and inside 16 bytes, and one of many that does not; NaN in the
     rows past the last, and so many of those that rows of scales are multiples of 16 bytes, or not."""
     sizes, M, N = [5, 130, 0, 1, 300, 128, 77, 127, 1536], 200, 328
     K = sum(sizes) + extra
     p = GroupedProblem(
-        len(sizes), M, N, K, "reduction", "TN", E4M3, E4M3, FP32, device_type="cuda", a_scaling=scaling, b_scaling=scaling,
-        fast_accum=fast,
+        len(sizes), M, N, K, "reduction", "TN", E4M3, E4M3, out_dtype, accumulate=addend is not None, device_type="cuda",
+        a_scaling=scaling, b_scaling=scaling, fast_accum=fast,
     )  # fmt: skip
     random = torch.Generator("cuda").manual_seed(0)
 
@@ -621,17 +619,39 @@ def test_wgrad_fp8(extra: int, tile: tuple[Any, ...], fast: bool, scaling: str |
         return codes, scale, values
 
     (a, a_scale, x), (b, b_scale, y) = operand(M, p.a_scale_shape), operand(N, p.b_scale_shape)
-    out = torch.full((len(sizes), M, N), float("nan"), device="cuda")
+    out = torch.full((len(sizes), M, N), float("nan"), device="cuda", dtype=out_dtype)
+    if addend is not None:
+        out.normal_(generator=random)
+    before = out.clone()
     tensors = GroupedTensors(a, b, torch.tensor(sizes, device="cuda"), out, None, a_scale, b_scale)
-    sm90_launch.run(p, rows_tile(p, 128, *tile), tensors)
+    sm90_launch.run(p, replace(rows_tile(p, 128, *tile), addend=addend or "load"), tensors)
     start = 0
     for g, size in enumerate(sizes):
         left, right = x[:, start : start + size], y[:, start : start + size]
+        added = None if addend is None else before[g]
         # A group that begins inside a block, or inside 32 k, has a sum of the matrix unit more at either end.
         u_acc = bounds.hopper_fp8_u_acc(size, not fast or scaling == "1x128") + 2.0**-12 / (size + 1)
-        bound = bounds.gemm_bound(left, right, FP32, u_acc=u_acc, scaled=True)
-        bounds.assert_within(out[g], left @ right.mT, bound, f"group {g}")
+        bound = bounds.gemm_bound(left, right, out_dtype, addend=added, u_acc=u_acc, scaled=True)
+        exact = left @ right.mT + (0 if added is None else added.double())
+        bounds.assert_within(out[g], exact, bound, f"group {g}")
         start += size
+
+
+@on_gpu
+@pytest.mark.parametrize("scaling", [None, "tensor", "row", "1x128"])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("tile", WGRAD_TILES[:7], ids=str)
+@pytest.mark.parametrize("extra", [15, 143])
+def test_wgrad_fp8(extra: int, tile: tuple[int, int, int], fast: bool, scaling: str | None) -> None:
+    check_wgrad_fp8(tile, extra, scaling, fast)
+
+
+@on_gpu
+@pytest.mark.parametrize("addend", ["load", "reduce", None])
+@pytest.mark.parametrize("tile", WGRAD_TILES[:7], ids=str)
+def test_wgrad_fp8_ways_out(tile: tuple[int, int, int], addend: str | None) -> None:
+    for out_dtype in (FP32, BF16):
+        check_wgrad_fp8(tile, 143, "1x128", out_dtype=out_dtype, addend=addend)
 
 
 @on_gpu

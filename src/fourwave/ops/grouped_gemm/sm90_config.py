@@ -154,7 +154,7 @@ def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
         else:
             stage += 4 * (config.tile_m + (config.tile_n if problem.split == REDUCTION else 4))
     if problem.split == REDUCTION and bulk_scales(problem, config) is not None:
-        stage += 12 * (config.tile_m + config.tile_n) + 256 + 16
+        stage += 12 * (config.tile_m + config.tile_n) + 256 + 24
     tables = 3 if last_halves(problem, config) else 2
     total = config.num_stages * stage + 4 * (tables * table_groups(problem) + 32) + 2 * BARRIER_BYTES
     if config.schedule == "swapped":
@@ -370,7 +370,10 @@ _UNKNOWN_STAGES = 1.03  # of a tile of 256 rows, where the compiler does not kno
 # Of the store's time that out's bytes allow: what a tile's products do not hide, and what it takes where there are few.
 _STORE_LOADED = 0.9, 1.2
 _STORE_REDUCED = {64: (0.7, 1.8), 128: (0.7, 1.8), 192: (0.53, 1.8), 256: (0.65, 1.8)}  # by tile_n
-_SCALED_WGRAD = 1.5  # steps with a scale of each row and column, over those without
+# With a scale of each row and column: a step's time over that of a single CTA without, and more where two share tiles; and the store's.
+_SCALED_WGRAD, _SCALED_PAIRS = 1.21, 1.03
+_SCALED_LOADED, _SCALED_REDUCED = (0.55, 1.2), (0.3, 1.8)
+_SCALED_ALONE = 1.01  # the store's where no two CTAs have tiles side by side
 _SWAPPED_STEP_SECONDS = 0.15e-6  # at least: the producer's
 _SPLIT_SECONDS = 0.5e-6
 _UNEQUAL_TILES = 0.6  # that each of random groups has beyond its share of all rows
@@ -401,14 +404,19 @@ def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
         out = config.tile_m * config.tile_n * problem.out_dtype.itemsize * (2 if problem.accumulate else 1)
         multiply, store = steps * step_seconds(config), out / _SM_BYTES_PER_SECOND
         if block_scaled(problem):
-            multiply *= _SCALED_WGRAD
+            multiply = steps * step_seconds(replace(config, cluster_m=1, cluster_n=1)) * _SCALED_WGRAD
+            multiply *= _SCALED_PAIRS if config.cluster_size > 1 else 1.0
         if not rings(problem, config):
             if problem.accumulate and config.tile_n > 128:
                 store += _ROWS_TURN_SECONDS  # measured: L2's additions come in one burst
             return turns * (multiply + store + _TURN_SECONDS * (1 + config.tile_n / 64))
-        beside, alone = _STORE_LOADED
+        beside, alone = _SCALED_LOADED if block_scaled(problem) else _STORE_LOADED
         if problem.accumulate and config.addend == "reduce":
             beside, alone = _STORE_REDUCED.get(config.tile_n, _STORE_REDUCED[256])
+            if block_scaled(problem):
+                beside, alone = _SCALED_REDUCED
+        if block_scaled(problem) and config.cluster_n == 1:
+            alone *= _SCALED_ALONE
         elif config.ring < 4:
             alone *= 1.2  # too little on its way
         return turns * max(multiply + beside * store, alone * store)

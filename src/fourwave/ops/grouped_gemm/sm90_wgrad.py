@@ -9,7 +9,8 @@ out     [G, M, N]; an empty group gives zeros, or the addend
 Cluster c takes tiles c, c + clusters, ... of all groups' tiles, group by group. One producer warp and two consumer warpgroups of 64 rows
 each, as in sm90.py. The CTAs of a pair have tiles side by side and load a's for each other, or below each other and load b's. Scales of
 blocks are brought by TMA and put in order by two warps beside the producer, or copied by such warps, one of which would take longer than a
-step's products (`quads`). A group's k begin and end anywhere. TMA brings tiles from its first row on, or, where k is contiguous, from the 16 bytes that this row is in, with scales of blocks from the block.
+step's products (`quads`). Of tiles of up to 128 columns each consumer has two sets of sums: one is multiplied by its scales and added to
+float32 registers while the matrix unit makes the other (`four`). A group's k begin and end anywhere. TMA brings tiles from its first row on, or, where k is contiguous, from the 16 bytes that this row is in, with scales of blocks from the block.
 In a group's first and last tile the consumers overwrite what belongs to its neighbours with zeros, of both operands, since zero times a
 neighbour's NaN is NaN. Float32 results leave beside the next tile's products (blocks.cutedsl.ring_store), which another warp of the
 producer's sees to; where their rows are not multiples of 16 bytes, and those of other types, from registers.
@@ -19,6 +20,7 @@ Barriers
   brought 1 arrival, which announces TMA's bytes of a slot of scales: of its own, and each use of it is waited for. A parity does not tell
           the use before the last from the last one, so who waits for only some of a stage's uses takes one for another
   turned  of the two warps that put a slot of scales in order
+  free    of each consumer warp, when it has read a slot of scales
   empty   of each consumer warp of each CTA of the cluster
   named   BOTH: of both consumers, when they have written zeros; TURN: of the two warps, when they have read a slot
 """
@@ -47,6 +49,7 @@ ROWS = 64  # of a consumer
 BOTH, TURN = 4, 5  # named barriers
 SERVER = 1  # the warp that sees to the ring
 QUAD = 4  # k blocks whose scales TMA brings together: 16 bytes of each row
+AHEAD = 1  # times 16 columns, whose scales are read before their sums are there; of more there are too few registers
 LANES = 32
 LINE = 128  # bytes of a tile's row in shared memory, of its k or of 64 of its rows
 SMEM_ALIGN = 1024
@@ -113,7 +116,7 @@ class GroupedWgrad:
 
     @property
     def scale_slots(self) -> int:
-        """Buffers for scales. Of QUAD blocks: a tile's first stage begins a new one, and there are as many tiles of one stage as stages."""
+        """Buffers for scales. Of QUAD blocks: a tile's first stage begins a new one, and as many tiles of one stage as stages are under way."""
         return self.num_stages
 
     @property
@@ -154,9 +157,9 @@ class GroupedWgrad:
         return self.a_scaling == "1x128"
 
     @property
-    def ahead(self) -> bool:
-        """Whether there are registers for the scales of a thread's columns beside the sums."""
-        return self.tile_n <= 128
+    def double(self) -> bool:
+        """Whether there are registers for two sets of sums beside the tile's."""
+        return self.promote and self.tile_n <= 128 and not self.words
 
     @property
     def step(self) -> int:
@@ -233,6 +236,7 @@ class GroupedWgrad:
             done: cute.struct.MemRange[Int64, max(1, slots)]
             brought: cute.struct.MemRange[Int64, self.scale_slots]
             turned: cute.struct.MemRange[Int64, self.scale_slots]
+            free: cute.struct.MemRange[Int64, self.scale_slots]
             row_end: cute.struct.MemRange[Int32, self.groups]
             tile_end: cute.struct.MemRange[Int32, self.groups + 32]
             a: cute.struct.Align[cute.struct.MemRange[loader_a.dtype, cute.cosize(layout_a)], SMEM_ALIGN]
@@ -252,7 +256,7 @@ class GroupedWgrad:
         smem_a = storage.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         smem_b = storage.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
         full, empty = storage.full.data_ptr(), storage.empty.data_ptr()
-        brought, turned = storage.brought.data_ptr(), storage.turned.data_ptr()
+        brought, turned, free = storage.brought.data_ptr(), storage.turned.data_ptr(), storage.free.data_ptr()
         ready, done = storage.ready.data_ptr(), storage.done.data_ptr()
         row_end, tile_end = storage.row_end.data_ptr(), storage.tile_end.data_ptr()
         scales_a, scales_b = storage.scales_a.data_ptr(), storage.scales_b.data_ptr()
@@ -263,6 +267,7 @@ class GroupedWgrad:
             for i in cutlass.range_constexpr(self.scale_slots):
                 cute.arch.mbarrier_init(brought + i, 1)
                 cute.arch.mbarrier_init(turned + i, 2)
+                cute.arch.mbarrier_init(free + i, 8)
             for i in cutlass.range_constexpr(slots):
                 cute.arch.mbarrier_init(ready + i, 1)
                 cute.arch.mbarrier_init(done + i, 4)
@@ -322,7 +327,7 @@ class GroupedWgrad:
                 if cutlass.const_expr(loader_b.multicast > 1):
                     mask_b = cutlass.Int16((1 << share) - 1)
                 write = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
-                slot = Int32(self.scale_slots - 1)
+                slot, phase = Int32(self.scale_slots - 1), Int32(0)
                 while tile < num_tiles:
                     g, m_tile, n_tile = self.place(tile, tiles_m, tiles_n, band, rank)
                     first, steps, _ = self.span(row_end, g)
@@ -354,8 +359,9 @@ class GroupedWgrad:
                         barrier = full + write.index
                         if cutlass.const_expr(self.quads):
                             if self.begins_quad(block, k):
-                                slot, at = self.next_slot(slot), (block - quad + k) // QUAD
-                                arrived = brought + slot
+                                slot, phase = self.next_slot(slot, phase)
+                                at, arrived = (block - quad + k) // QUAD, brought + slot
+                                cute.arch.mbarrier_wait(free + slot, phase)
                                 with cute.arch.elect_one():
                                     cute.arch.mbarrier_arrive_and_expect_tx(
                                         arrived, self.scale_bytes * (TILE_M + self.tile_n)
@@ -395,6 +401,7 @@ class GroupedWgrad:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = warpgroup_index - 1
             both = thread - WARPGROUP  # in the two warpgroups
+            barriers = full, empty, turned, free
             buffer = storage.out.data_ptr()
             if cutlass.const_expr(ring is None):
                 buffer += (warp - 4) * writer.elements
@@ -405,75 +412,56 @@ class GroupedWgrad:
             own_a = cute.local_tile(smem_a, (ROWS, tile_k, self.num_stages), (consumer, 0, 0))
             operand_a = mma.make_fragment_A(slice_.partition_A(own_a))
             operand_b = mma.make_fragment_B(slice_.partition_B(smem_b))
-            shape = mma.partition_shape_C((ROWS, self.tile_n))
-            acc = cute.make_rmem_tensor(shape, Float32)
-            total = acc
-            if cutlass.const_expr(self.promote):
-                total = cute.make_rmem_tensor(shape, Float32)
-            bytes_a = cute.recast_ptr(storage.a.data_ptr(), dtype=Int32)
-            bytes_b = cute.recast_ptr(storage.b.data_ptr(), dtype=Int32)
+            total = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tile_n)), Float32)
+            tiles = tuple(cute.recast_ptr(memory.data_ptr(), dtype=Int32) for memory in (storage.a, storage.b))
             read = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
             turn = Int32(0)
-            products = cute.make_rmem_tensor(self.tile_n // 2 if self.blocks and self.ahead else 2, Float32)
-            own_a_scales = scales_a.toint().to(Int32)
-            own_a_scales += (consumer * ROWS + thread // 32 * 16 + lane // 4) * 4
-            own_b_scales = scales_b.toint().to(Int32) + lane % 4 * (4 * self.pitch if self.quads else 8)
-            at_b = own_b_scales
-            slot, block, slot_phase = Int32(self.scale_slots - 1), Int32(0), Int32(1)
+            scales = (
+                scales_a.toint().to(Int32) + (consumer * ROWS + thread // 32 * 16 + lane // 4) * 4,
+                scales_b.toint().to(Int32) + lane % 4 * (4 * self.pitch if self.quads else 8),
+            )
+            slot, phase = Int32(self.scale_slots - 1), Int32(1)
             while tile < num_tiles:
                 g, m_tile, n_tile = self.place(tile, tiles_m, tiles_n, band, rank)
                 first, steps, end = self.span(row_end, g)
                 start = groups.start_of(row_end, g)
                 total.fill(0.0)
                 row, n0 = m_tile * TILE_M + consumer * ROWS, n_tile * self.tile_n
-                there = cute.arch.mbarrier_test_wait(full + read.index, read.phase)
-                for k in cutlass.range(steps, unroll=1):
-                    if cutlass.const_expr(self.promote):
-                        if not there:
-                            cute.arch.mbarrier_wait(full + read.index, read.phase)
-                    else:
-                        cute.arch.mbarrier_wait(full + read.index, read.phase)
+                k = Int32(0)
+                while k < steps:
                     low = cutlass.max(start - (first + k * tile_k), 0)
-                    high = cutlass.min(end - (first + k * tile_k), tile_k)
-                    if (low > 0) | (high < tile_k):
-                        self.clear(loader_a, bytes_a, read.index, low, high, both)
-                        self.clear(loader_b, bytes_b, read.index, low, high, both)
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        cute.arch.barrier(barrier_id=BOTH, number_of_threads=2 * WARPGROUP)
-                    if cutlass.const_expr(self.quads):
-                        block = (first // 128 + k) % QUAD
-                        if self.begins_quad(first // 128, k):
-                            slot = self.next_slot(slot)
-                            if slot == 0:
-                                slot_phase = slot_phase ^ 1
-                            cute.arch.mbarrier_wait(turned + slot, slot_phase)
-                    else:
-                        slot = read.index
-                    warpgroup.fence()
-                    if cutlass.const_expr(self.promote):
-                        self.issue(mma, acc, operand_a, operand_b, read.index, True)
-                        if cutlass.const_expr(self.blocks):
-                            # ptxas moves nothing across these: loads between the wgmmas would hold those up, and what is computed here
-                            # would be when they have ended.
-                            cute.arch.sync_warp()
-                            at_a = own_a_scales + slot * self.slot_a_bytes + block * self.step_bytes[0]
-                            at_b = own_b_scales + slot * self.slot_b_bytes + block * self.step_bytes[1]
-                            self.load_factors(products, at_a, at_b)
-                            cute.arch.sync_warp()
-                        warpgroup.wait_group(0)
-                        if cutlass.const_expr(self.ahead):
-                            self.release(empty + read.index, lane)
-                        after = read.clone()
-                        after.advance()
-                        there = cute.arch.mbarrier_test_wait(full + after.index, after.phase)
-                        self.add(acc, total, products, at_b)
-                        if cutlass.const_expr(not self.ahead):
-                            self.release(empty + read.index, lane)
-                    else:
-                        self.issue(mma, acc, operand_a, operand_b, read.index, False)
+                    left = end - (first + k * tile_k)
+                    block = first // 128 + k
+                    if cutlass.const_expr(not self.promote):
+                        cute.arch.mbarrier_wait(full + read.index, read.phase)
+                        self.clear_others(tiles, read.index, low, cutlass.min(left, tile_k), both)
+                        warpgroup.fence()
+                        self.issue(mma, total, operand_a, operand_b, read.index, False)
                         warpgroup.wait_group(0)
                         self.release(empty + read.index, lane)
-                    read.advance()
+                        read.advance()
+                        k += 1
+                    elif cutlass.const_expr(self.double):
+                        whole = (low == 0) & (left >= QUAD * tile_k)
+                        if cutlass.const_expr(self.quads):
+                            whole = whole & (block % QUAD == 0)
+                        if whole:
+                            read, slot, phase = self.four(
+                                total, operand_a, operand_b, barriers, read, slot, phase, scales, lane
+                            )
+                            k += QUAD
+                        else:
+                            read, slot, phase = self.one(
+                                total, operand_a, operand_b, barriers, read, slot, phase, scales, lane, tiles, low,
+                                cutlass.min(left, tile_k), block % QUAD, k == 0, k == steps - 1, both,
+                            )  # fmt: skip
+                            k += 1
+                    else:
+                        read, slot, phase = self.one(
+                            total, operand_a, operand_b, barriers, read, slot, phase, scales, lane, tiles, low,
+                            cutlass.min(left, tile_k), block % QUAD, k == 0, k == steps - 1, both,
+                        )  # fmt: skip
+                        k += 1
                 alpha = Float32(1.0)
                 if cutlass.const_expr(self.a_scaling == "tensor"):
                     alpha = alpha * scale_a[0]
@@ -622,6 +610,92 @@ class GroupedWgrad:
         warpgroup.commit_group()
 
     @cute.jit
+    def one(
+        self, total: cute.Tensor, a: cute.Tensor, b: cute.Tensor, barriers: tuple, read, slot: Int32, phase: Int32, scales: tuple,
+        lane: Int32, tiles: tuple, low: Int32, high: Int32, block: Int32, first, last, both: Int32,
+    ):  # fmt: skip
+        """total += the products of a k step; returns the pipeline state, and slot and phase of the scales that were read last.
+
+        barriers  full, empty, turned, free
+        scales    addresses of this thread's first ones in slot 0, of its rows and of its columns
+        low, high  k of the step that are the group's; block: of the slot; first, last: of the tile; both: thread of both consumers
+        """
+        full, empty, turned, free = barriers
+        mma = mma_block.tiled_mma(self.loader_a, self.loader_b, self.tile_n)
+        acc = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tile_n)), Float32)
+        cute.arch.mbarrier_wait(full + read.index, read.phase)
+        self.clear_others(tiles, read.index, low, high, both)
+        own = read.index
+        if cutlass.const_expr(self.quads):
+            if first | (block == 0):
+                slot, phase = self.next_slot(slot, phase)
+                cute.arch.mbarrier_wait(turned + slot, phase)
+            own = slot
+        else:
+            block = Int32(0)
+        warpgroup.fence()
+        self.issue(mma, acc, a, b, read.index, True)
+        rows, columns, at_b = self.read_scales(scales, own, block)
+        warpgroup.wait_group(0)
+        if cutlass.const_expr(not self.words):
+            self.release(empty + read.index, lane)
+        self.add(acc, total, rows, columns, at_b)
+        if cutlass.const_expr(self.words):
+            self.release(empty + read.index, lane)
+        if cutlass.const_expr(self.quads):
+            if last | (block == QUAD - 1):
+                self.release_slot(free + slot)
+        read.advance()
+        return read, slot, phase
+
+    @cute.jit
+    def four(
+        self, total: cute.Tensor, a: cute.Tensor, b: cute.Tensor, barriers: tuple, read, slot: Int32, phase: Int32, scales: tuple,
+        lane: Int32,
+    ):  # fmt: skip
+        """As `one`, QUAD steps that are all the group's, whose scales are one slot's: a step's products run while the sums of the one before
+        are added. Not across these four: ptxas puts a wait behind each wgmma whose sums a loop carries."""
+        full, empty, turned, free = barriers
+        mma = mma_block.tiled_mma(self.loader_a, self.loader_b, self.tile_n)
+        shape = mma.partition_shape_C((ROWS, self.tile_n))
+        acc = [cute.make_rmem_tensor(shape, Float32) for _ in range(2)]
+        cute.arch.mbarrier_wait(full + read.index, read.phase)
+        warpgroup.fence()
+        self.issue(mma, acc[0], a, b, read.index, True)
+        if cutlass.const_expr(self.quads):
+            slot, phase = self.next_slot(slot, phase)
+            cute.arch.mbarrier_wait(turned + slot, phase)
+        for step in cutlass.range_constexpr(QUAD):
+            rows, columns, at_b = self.read_scales(scales, slot, step)
+            after = read.clone()
+            after.advance()
+            if cutlass.const_expr(step < QUAD - 1):
+                cute.arch.mbarrier_wait(full + after.index, after.phase)
+                warpgroup.fence()
+                self.issue(mma, acc[(step + 1) % 2], a, b, after.index, True)
+            warpgroup.wait_group(1 if step < QUAD - 1 else 0)
+            self.release(empty + read.index, lane)
+            self.add(acc[step % 2], total, rows, columns, at_b)
+            read = after
+        if cutlass.const_expr(self.quads):
+            self.release_slot(free + slot)
+        return read, slot, phase
+
+    @cute.jit
+    def release_slot(self, barrier: cute.Pointer):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(barrier)
+
+    @cute.jit
+    def clear_others(self, tiles: tuple, stage: Int32, low: Int32, high: Int32, both: Int32):
+        """Zeros in a stage's tiles for k < low and k >= high, which are other groups'."""
+        if (low > 0) | (high < self.loader_a.tile_k):
+            self.clear(self.loader_a, tiles[0], stage, low, high, both)
+            self.clear(self.loader_b, tiles[1], stage, low, high, both)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.barrier(barrier_id=BOTH, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
     def clear(
         self, loader: cutlass.Constexpr, words: cute.Pointer, stage: Int32, low: Int32, high: Int32, thread: Int32
     ):
@@ -660,11 +734,12 @@ class GroupedWgrad:
         return (k == 0) | ((block + k) % QUAD == 0)
 
     @cute.jit
-    def next_slot(self, slot: Int32):
+    def next_slot(self, slot: Int32, phase: Int32):
         slot = slot + 1
         if slot == self.scale_slots:
             slot = Int32(0)
-        return slot
+            phase = phase ^ 1
+        return slot, phase
 
     def columns_of(self, address: Int32, i: int):
         """Scales of a thread's four columns among 16, the i-th ones: of either 8 two."""
@@ -688,9 +763,7 @@ class GroupedWgrad:
             first, steps, _ = self.span(row_end, g)
             for k in cutlass.range(steps, unroll=1):
                 if self.begins_quad(first // 128, k):
-                    slot = self.next_slot(slot)
-                    if slot == 0:
-                        phase = phase ^ 1
+                    slot, phase = self.next_slot(slot, phase)
                     cute.arch.mbarrier_wait(brought + slot, phase)
                     slot_a, slot_b = base_a + slot * self.slot_a_bytes, base_b + slot * self.slot_b_bytes
                     rows = [ring_store.load_quad(slot_a + own * 16, 1024 * i) for i in range(TILE_M // 64)]
@@ -711,37 +784,34 @@ class GroupedWgrad:
             tile += clusters
 
     @cute.jit
-    def load_factors(self, factors: cute.Tensor, scales_a: Int32, scales_b: Int32):
-        """factors: what a thread's values are multiplied by, in their order: computed while the products run, so that one operation for each is left
-        when they are there. scales_*: addresses of this thread's first ones, of its rows and of its columns.
-
-        Of tiles too wide for that (not `ahead`) the scales of the two rows."""
-        rows = [ring_store.load(scales_a, 32 * i) for i in range(2)]
-        if cutlass.const_expr(not self.ahead):
-            factors[0], factors[1] = rows[0], rows[1]
-        else:
-            for i in cutlass.range_constexpr(self.tile_n // 16):
-                columns = self.columns_of(scales_b, i)
-                for v in cutlass.range_constexpr(8):
-                    factors[8 * i + v] = rows[v // 2 % 2] * columns[v // 4 * 2 + v % 2]
-            for v in cutlass.range_constexpr(cute.size(factors)):
-                factors[v] = mma_block._pinned(factors[v])
+    def read_scales(self, scales: tuple, slot: Int32, block):
+        """(of this thread's two rows, of the first AHEAD times 16 columns, where those of all columns are), of a k block of a slot."""
+        rows: list = []
+        columns: list = []
+        at_b = scales[1]
+        if cutlass.const_expr(self.blocks):
+            # ptxas moves no access to memory across these: loads between the wgmmas would hold those up.
+            cute.arch.sync_warp()
+            at_a = scales[0] + slot * self.slot_a_bytes + block * self.step_bytes[0]
+            at_b = scales[1] + slot * self.slot_b_bytes + block * self.step_bytes[1]
+            rows = [ring_store.load(at_a, 32 * i) for i in range(2)]
+            columns = [self.columns_of(at_b, i) for i in range(AHEAD)]
+            cute.arch.sync_warp()
+        return rows, columns, at_b
 
     @cute.jit
-    def add(self, acc: cute.Tensor, total: cute.Tensor, factors: cute.Tensor, scales_b: Int32):
-        """total += acc * scales. Pinned: as in mma_block._promote."""
+    def add(self, acc: cute.Tensor, total: cute.Tensor, rows: list, columns: list, at_b: Int32):
+        """total += acc * scales, which read_scales returns. Pinned: as in mma_block._promote."""
         for v in cutlass.range_constexpr(cute.size(acc)):
             acc[v] = mma_block._pinned(acc[v])
-        for i in cutlass.range_constexpr(cute.size(acc) // 8):  # 16 columns
-            if cutlass.const_expr(self.blocks and not self.ahead):
-                columns = self.columns_of(scales_b, i)
+        units = cute.size(acc) // 8  # of 16 columns
+        for i in cutlass.range_constexpr(units):
+            if cutlass.const_expr(self.blocks and len(columns) < units):
+                columns = [*columns, self.columns_of(at_b, len(columns))]
             for v in cutlass.range_constexpr(8):
-                at = 8 * i + v
-                if cutlass.const_expr(not self.blocks):
-                    total[at] = total[at] + acc[at]
-                elif cutlass.const_expr(self.ahead):
-                    total[at] = total[at] + acc[at] * factors[at]
-                else:
-                    total[at] = total[at] + acc[at] * factors[v // 2 % 2] * columns[v // 4 * 2 + v % 2]
+                value = acc[8 * i + v]
+                if cutlass.const_expr(self.blocks):
+                    value = value * rows[v // 2 % 2] * columns[i][v // 4 * 2 + v % 2]
+                total[8 * i + v] = total[8 * i + v] + value
         for v in cutlass.range_constexpr(cute.size(acc)):
             total[v] = mma_block._pinned(total[v])
