@@ -12,6 +12,9 @@
 --triton     a file with MSLK's Triton kernel (matmul_f8f8bf16_groupwise_grouped), autotuned for each row over the tiles in TRITON_TILES
 --cutlass    mslk.so of the package mslk-cuda: its CUTLASS operator, which makes a new output in each call
 
+The suite decode has a variant `copy`, too: PyTorch's copy_ of half as many bytes as the product must move, so that as many move: what a
+launch and this memory take, whoever moves them.
+
 Every variant is checked first: every element against float64 with the bound of fourwave.testing, in a poisoned output. One that
 fails prints no speed. A sample is one CUDA-event interval around the replay of enough captured calls to last about a
 millisecond; the variants take turns, each round in another order. Operands are rotated among sets that together exceed twice the
@@ -242,6 +245,18 @@ class DeepGemm:
         return torch.cat([self.out[g, rows] if self.masked else self.out[rows] for g, rows in self.places])
 
 
+class Copy:
+    """copy_ of half as many bytes as the product must move."""
+
+    def __init__(self, sets: list[Operands]) -> None:
+        size = sets[0].bytes // 2
+        self.pairs = [torch.zeros(2, size, device="cuda", dtype=torch.uint8) for _ in sets]
+
+    def __call__(self, turn: int) -> None:
+        pair = self.pairs[turn % len(self.pairs)]
+        pair[0].copy_(pair[1])
+
+
 def load_triton(path: str) -> Any:
     if not path.endswith(".py") or not Path(path).is_file():
         raise SystemExit(f"--triton {path}: no such Python file; it is MSLK's fp8_groupwise_grouped_gemm.py")
@@ -290,6 +305,8 @@ def measure(
             wrong[name] = ratio
             del variants[name]
     del truth
+    if suite.startswith("decode"):
+        variants["copy"] = Copy(sets)
     times = time_interleaved(variants, args.samples) if variants else {}
     flops = 2 * first.M * N * K
     floor = max(first.bytes / args.rates[0], flops / args.rates[1])
@@ -301,14 +318,14 @@ def measure(
 
 def shown(row: dict[str, Any], every: bool) -> str:
     median = row["median"]
-    names = ("ours", "triton", "cutlass", "deepgemm", "deepgemm masked")
+    names = ("ours", "triton", "cutlass", "deepgemm", "deepgemm masked", "copy")
     words = [
         row["suite"],
         f"G{len(row['sizes'])} M{sum(row['sizes'])} {row['N']}x{row['K']}",
         f"floor {row['floor'] * 1e6:.1f}",
     ]
     words += [f"{name} {median[name] * 1e6:.1f}" for name in names if name in median]
-    peers = [median[name] for name in names[1:] if name in median]
+    peers = [median[name] for name in names[1:-1] if name in median]
     if "ours" in median:
         words.append(f"x{median['ours'] / row['floor']:.2f} of floor")
         if peers:
