@@ -65,7 +65,10 @@ def problem(G: int = 8, M: int = 1024, N: int = 2048, K: int = 7168) -> GroupedP
         ({"other_n": -16, "other_stages": 4}, "at least 1"),
         ({"other_n": 192, "other_stages": 8}, "bytes of shared memory"),
         ({"tile_m": 256, "num_stages": 4, "other_n": 144, "other_stages": 3}, "accumulators"),
-        ({"other_m": 64, "other_stages": 4}, "another width"),
+        ({"other_m": 64, "other_stages": 4}, "128 or 256"),
+        ({"turned": True, "other_stages": 4}, "below each other"),
+        ({"narrow": True, "cluster_m": 2}, "do not share b"),
+        ({"narrow": True, "tile_n": 144}, "multiples of 32"),
         ({"schedule": "swapped", "other_n": 64, "other_stages": 4}, "another height"),
         ({"schedule": "swapped", "tile_m": 16, "other_m": 12, "other_stages": 4}, "multiples of 8"),
     ],
@@ -111,7 +114,7 @@ def test_the_default_is_one_of_the_candidates_and_allowed() -> None:
             scaled = {"a_scaling": "1x128", "b_scaling": b_scaling} if dtype == E4M3 else {}
             p = GroupedProblem(G, M, N, K, split, layout, dtype, dtype, BF16, device_type="cuda", **scaled)  # type: ignore[arg-type]
             config, reasons = default_config(p)
-            alone = replace(config, other_n=0, other_m=0, other_stages=0)
+            alone = replace(config, other_n=0, other_m=0, other_stages=0, turned=False, narrow=False)
             assert alone in candidates(p)
             assert why_unsupported(p, config) is None
             assert reasons
@@ -133,7 +136,8 @@ def test_kernels_compile_without_a_gpu() -> None:
     blocks = replace(wgrad, layout="TN", a_dtype=E4M3, b_dtype=E4M3, a_scaling="1x128", b_scaling="1x128")
     for config_problem, config in (
         (p, swapped(p, 16, 80)), (p, rows_tile(p, 256, 128, 2)), (p, rows_tile(p, 128, 112, 1, 2)),
-        (p, with_other(p, rows_tile(p, 128, 80, 2), 128)), (p, with_other(p, swapped(p, 16, 80), 0, 48)), (row, rows_tile(row, 128, 144)),
+        (p, with_other(p, rows_tile(p, 128, 80, 2), 128)), (p, replace(with_other(p, rows_tile(p, 256, 128), 192, 128), narrow=True)),
+        (p, replace(with_other(p, rows_tile(p, 128, 160, 1, 2), 192, turned=True), narrow=True)), (p, with_other(p, swapped(p, 16, 80), 0, 48)), (row, rows_tile(row, 128, 144)),
         (replace(row, fast_accum=True), swapped(row, 16, 80)), (sixteen, swapped(sixteen, 16, 80, 2)), (sixteen, rows_tile(sixteen, 128, 256, 2)),
         (dgrad, swapped(dgrad, 8, 64)), (dgrad, rows_tile(dgrad, 128, 256, 1, 2)), (wgrad, default_config(wgrad)[0]),
         (wgrad, rows_tile(wgrad, 128, 128, 2)), (wgrad, rows_tile(wgrad, 128, 256, 1, 2)), (blocks, rows_tile(blocks, 128, 128, 1, 2)),
@@ -280,6 +284,45 @@ def test_two_widths(dtype: torch.dtype | None, sizes: tuple[int, ...], cluster: 
         case = Kept("forward", sizes, 2000, 400, dtype=dtype, extra=3)
     p = case.problem("cuda")
     run_case(case, with_other(p, rows_tile(p, 128, 80, *cluster), 128))
+
+
+# What a kernel has besides its tiles: (tile, what with_other takes).
+OTHERS = (
+    ((256, 128), (192, 128)), ((256, 128, 2), (160, 128)), ((128, 192, 1, 2), (192, 0, True)), ((128, 160, 1, 2), (128, 0, True)),
+    ((128, 128, 2), (192,)), ((128, 112, 2), (96,)),
+)  # fmt: skip
+# Groups of which most end with few rows, and groups that fill tiles of 256 rows: the other tiles are taken for some, not for others.
+UNEVEN = {
+    "few": (1, 0, 64, 65, 129, 192, 193, 257, 33, 0, 128), "many": (70, 1, 0, 333, 129, 500, 128, 256, 257, 384, 385, 1),
+    "full": (256, 512, 256, 256), "halves": (128, 384, 640, 128, 0, 128, 384, 128), "one": (64,), "none": (0, 0),
+}  # fmt: skip
+
+
+@on_gpu
+@pytest.mark.parametrize("layout", ["rows", "groups", None])
+@pytest.mark.parametrize("K", [400, 1100])
+@pytest.mark.parametrize("sizes", UNEVEN, ids=str)
+@pytest.mark.parametrize(("tile", "other"), OTHERS, ids=str)
+def test_other_tiles(tile: tuple[int, ...], other: tuple[Any, ...], sizes: str, K: int, layout: str | None) -> None:
+    """Of another height or width, or that share a and not b; those of few rows by columns, last."""
+    case = replace(BLOCKS, sizes=UNEVEN[sizes], N=2000, K=K, scale_layout=layout or "rows")
+    if layout is None:
+        case = Kept("forward", UNEVEN[sizes], 2000, K, scaling="tensor", extra=3)
+    p = case.problem("cuda")
+    run_case(case, replace(with_other(p, rows_tile(p, *tile), *other), narrow=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("layout", ["rows", "groups", None])
+@pytest.mark.parametrize("K", [400, 1100])
+@pytest.mark.parametrize("sizes", [*UNEVEN, "64 random", "257 of 1"], ids=str)
+@pytest.mark.parametrize("tile", [(128, 192), (128, 160, 2), (128, 64, 2), (256, 128)], ids=str)
+def test_tiles_of_few_rows(tile: tuple[int, ...], sizes: str, K: int, layout: str | None) -> None:
+    """The same without other tiles; more groups than there is a table for have them where the others are."""
+    case = replace(BLOCKS, sizes=UNEVEN.get(sizes) or SIZES[sizes], N=520, K=K, scale_layout=layout or "rows")
+    if layout is None:
+        case = Kept("forward", case.sizes, 520, K, scaling="row", extra=3)
+    run_case(case, replace(rows_tile(case.problem("cuda"), *tile), narrow=True))
 
 
 @on_gpu
@@ -465,6 +508,13 @@ def repeated(what: str) -> tuple[GroupedProblem, HopperGroupedConfig | None, Gro
         }
         shapes |= {"rows 128": ("rows", 128, 128, 1), "rows pairs": ("rows", 256, 128, 2)}
         shapes |= {"rows wide": ("rows", 128, 192, 1, 2), "rows widest": ("rows", 128, 256, 1, 2)}
+        if what.startswith("rows others"):
+            tile = rows_tile(p, 128, 192, 1, 2) if what.endswith("pairs") else rows_tile(p, 256, 128)
+            return (
+                p,
+                replace(with_other(p, tile, 192, 0 if tile.cluster_m > 1 else 128, tile.cluster_m > 1), narrow=True),
+                tensors,
+            )
         config = config_of(p, shapes[what.removesuffix(" bf16").removesuffix(" dgrad")])
     elif what.endswith("pairs"):
         config = rows_tile(p, 128, 128, 1, 2)
@@ -481,6 +531,8 @@ def repeated(what: str) -> tuple[GroupedProblem, HopperGroupedConfig | None, Gro
         "rows 128",
         "rows pairs",
         "rows wide",
+        "rows others",
+        "rows others pairs",
         "rows widest bf16",
         "rows widest dgrad bf16",
         "rows 128 bf16",

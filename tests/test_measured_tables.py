@@ -547,10 +547,17 @@ def default_tile(problem: GroupedProblem) -> str:
     return str(sm90_grouped_config.default_config(problem)[0])
 
 
+def first_tile(config: str) -> str:
+    """Of a kernel that has two."""
+    return re.sub(r"/\d+", "", re.sub(r"(cluster \dx\d)/\dx\d", r"\1", config.removesuffix(", narrow")))
+
+
 def test_grouped_tiles() -> None:
-    """The tiles of FP8's records are those that the default takes; BF16's are others, three of which were timed."""
+    """The tiles of FP8's records are those that the default takes, the first ones where a kernel has two; BF16's are others, three of which
+    were timed."""
     for r in (*rows_of(SWEEP), *rows_of(DECODE)):
-        assert default_tile(grouped_problem("forward fp8", len(r["sizes"]), *shape(r))) == r["config"]
+        now = default_tile(grouped_problem("forward fp8", len(r["sizes"]), *shape(r)))
+        assert first_tile(now) == first_tile(r["config"])
     for r in rows_of(WGRAD_FP8):
         rows = sum(r["sizes"])
         assert default_tile(grouped_problem("wgrad fp8", len(r["sizes"]), r["N"], r["K"], rows)) == r["config"]

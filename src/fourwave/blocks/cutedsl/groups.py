@@ -98,6 +98,21 @@ def whole(size: Int32, tile_rows: cutlass.Constexpr):
 
 
 @cute.jit
+def tiles_of(row_end: cute.Pointer, G: Int32, tile_rows: cutlass.Constexpr, large: cutlass.Constexpr, lane: Int32):
+    """Tiles of all groups below each other; large: of those with more than half of their rows. One warp."""
+    tiles = Int32(0)
+    for chunk in cutlass.range(cute.ceil_div(G, LANES), unroll=1):
+        g = chunk * LANES + lane
+        if g < G:
+            size = row_end[g] - start_of(row_end, g)
+            if cutlass.const_expr(large):
+                tiles += whole(size, tile_rows)
+            else:
+                tiles += cute.ceil_div(size, tile_rows)
+    return cute.arch.warp_redux_sync(tiles, "add")
+
+
+@cute.jit
 def rest(G: Int32):
     """Number of group 0 where `build` has its tiles with few rows."""
     return (G + LANES - 1) // LANES * LANES

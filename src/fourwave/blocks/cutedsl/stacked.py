@@ -2,7 +2,7 @@
 begin anywhere. Both are TmaLoader's tiles; what differs is where they come from."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -221,6 +221,17 @@ class SlotScales:
         for i in cutlass.range_constexpr(self.slots - 1):
             begun[i] = begun[i + 1]
         begun[self.slots - 1] = count
+
+    def narrow_reader(self, rows, columns, row, n0, width, part, place, along) -> ScaleReader:
+        """reader, of the part-th `width` of the tile's columns, which begin at n0."""
+        column, of_tile = n0 + part * width, self.reader(rows, columns, row, n0, place, along)
+        ahead = column // SCALE_BLOCK - n0 // SCALE_BLOCK
+        return replace(
+            of_tile,
+            column=column,
+            cell=math.gcd(self.cell, width),
+            columns=of_tile.columns + ahead * of_tile.column_block,
+        )
 
     def reader(self, rows, columns, row, column, place, along) -> ScaleReader:
         """rows, columns: slot 0 of a's scales and of b's; row: the thread's first one in the tile; place, along: of strips, as in

@@ -7,10 +7,11 @@ scale_* "1x128" of a with "128x128" of b, multiplied in by block of 128 k (`prom
 
 A CTA has one producer warp (in a warpgroup, which gives its registers away) and two consumer warpgroups. Tiles have 128 or 256
 rows (`halves` of 128, 64 for each consumer) of one group; they are numbered group by group (blocks.cutedsl.groups), in a group in
-bands (blocks.cutedsl.schedule). Clusters take them in rounds, of which every other one goes backwards. The CTAs of a cluster have tiles
+bands (blocks.cutedsl.schedule). Clusters take them in rounds, of which every other one goes backwards (`round_of`). The CTAs of a cluster have tiles
 side by side, and each loads its share of a's rows for both; or below each other (`pair`), and share b's. A tile's rows past its
 group's end belong to a neighbour: they are multiplied, each by itself, and not stored; a second half that has no row of the group is
-neither loaded nor multiplied, nor does a pair's second CTA multiply where it has none.
+neither loaded nor multiplied, nor does a pair's second CTA multiply where it has none. Of no more than 64 rows each consumer takes half of the
+columns (`narrow`).
 
 Producer: find a tile, tell the consumers with its first stage which it is. For every k step: wait until the stage is empty, TMA all tiles into it; with every fourth, the scales of
 four steps (blocks.cutedsl.stacked.SlotScales).
@@ -25,7 +26,7 @@ Barriers
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -43,6 +44,7 @@ from fourwave.blocks.cutedsl.rows_store import RowsStore
 from fourwave.blocks.cutedsl.schedule import tile_of
 from fourwave.blocks.cutedsl.stacked import BlockScales, SlotScales, StackedLoader, Stages, partition_from, release
 from fourwave.ops.gemm.sm90_config import SMEM_BYTES
+from fourwave.ops.grouped_gemm.sm90_config import LAST_BESIDE, LAST_TENTHS
 
 HALF = 128  # rows of both consumers
 ROWS = 64  # of one
@@ -57,8 +59,9 @@ class Problem:
     """What both roles know: arguments of the kernel, its tables and buffers, and which tiles are this cluster's.
 
     tiles_n     of clusters, side by side in a group; rank: this CTA's number in its cluster
-    tile        its first tile, ahead: from that to the second. Every other round of tiles goes in the opposite order: who had the
-                larger of one has the smaller of the next
+    tile        its first tile. Every other round of tiles goes in the opposite order: who had the larger of one has the smaller of the next
+    large       tiles before those that come last
+    rounds      of tiles, of which the cluster has one in each but perhaps the last: `count`
     """
 
     out: cute.Pointer
@@ -83,10 +86,9 @@ class Problem:
     tile: Int32
     tiles_n: Int32
     num_tiles: Int32
-
-    @property
-    def ahead(self):
-        return 2 * (self.clusters - self.tile) - 1
+    large: Int32
+    rounds: Int32
+    count: Int32
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,9 @@ class GroupedGemm:
                 (blocks.cutedsl.stacked.SlotScales). Else cp.async does, word by word
     vector      N, rows of out and their starts are multiples of 16 bytes
     whole       a tile has a multiple of SCALE_STEPS steps
-    other       a GroupedGemm with another tile_n, or None: the kernel takes what needs less time for the groups that there are, were
-                a round of tiles to take `cost`
+    narrow      tiles of no more than 64 rows: both consumers have those, each half of the columns
+    other       a GroupedGemm with other tiles in clusters of as many CTAs, or None: the kernel takes what needs less time for the groups
+                that there are, were a round of tiles to take `cost`
     """
 
     halves: int
@@ -125,12 +128,22 @@ class GroupedGemm:
     store_columns: int = 64
     along: str = "n"
     whole: bool = False
+    narrow: bool = False
     cost: int = 0
     other: Any = None
 
     @property
     def blocks(self) -> bool:
         return self.a_scaling == "1x128"
+
+    @property
+    def forms(self) -> tuple:
+        return (self,) if self.other is None else (self, self.other)
+
+    @property
+    def thin_loader(self) -> TmaLoader:
+        """Of a's rows of a tile of no more than ROWS."""
+        return replace(self.loader_a, extent=ROWS, num_stages=2 * self.loader_a.num_stages)
 
     @property
     def stagger(self) -> bool:
@@ -174,15 +187,20 @@ class GroupedGemm:
         band: tiles side by side along a group's rows that are walked through together, see tile_of."""
         tma_a, coordinates_a = self.loader_a.tma(self.loader_a.matrix(a, M, K, a_stride))
         tma_b, coordinates_b = self.loader_b.tma(self.loader_b.stack(b, N, K, G, b_stride, b_matrix))
-        other_b = tma_b, coordinates_b
+        other_a, other_b = (tma_a, coordinates_a), (tma_b, coordinates_b)
         if cutlass.const_expr(self.other is not None):
+            other_a = self.other.loader_a.tma(self.other.loader_a.matrix(a, M, K, a_stride))
             other_b = self.other.loader_b.tma(self.other.loader_b.stack(b, N, K, G, b_stride, b_matrix))
+        thin_a = tma_a, coordinates_a
+        for form in self.forms:
+            if cutlass.const_expr(form.narrow):
+                thin_a = form.thin_loader.tma(form.thin_loader.matrix(a, M, K, a_stride))
         tma_scale, coordinates_scale = tma_a, coordinates_a
         if cutlass.const_expr(self.blocks and self.scales.kind == "quads"):
             k_blocks = cute.ceil_div(K, self.loader_a.tile_k)
             tma_scale, coordinates_scale = self.scales.quad_tma(scale_a, M, k_blocks)
         self.kernel(
-            tma_a, coordinates_a, tma_b, coordinates_b, *other_b, tma_scale, coordinates_scale, out, bias, scale_a, scale_b, sizes, G, M, N, K,
+            tma_a, coordinates_a, tma_b, coordinates_b, *other_a, *other_b, *thin_a, tma_scale, coordinates_scale, out, bias, scale_a, scale_b, sizes, G, M, N, K,
             out_stride, scale_g, scale_n, scale_k, band,
         ).launch(
             grid=(clusters * self.share, 1, 1),
@@ -196,12 +214,12 @@ class GroupedGemm:
     @cute.kernel
     def kernel(
         self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
-        other_tma_b: cute.CopyAtom, other_coordinates_b: cute.Tensor, tma_scale: cute.CopyAtom, coordinates_scale: cute.Tensor, out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer,
-        G: Int32, M: Int32, N: Int32, K: Int32, out_stride: Int64, scale_g: Int32, scale_n: Int32, scale_k: Int32,
+        other_tma_a: cute.CopyAtom, other_coordinates_a: cute.Tensor, other_tma_b: cute.CopyAtom, other_coordinates_b: cute.Tensor,
+        thin_tma_a: cute.CopyAtom, thin_coordinates_a: cute.Tensor, tma_scale: cute.CopyAtom, coordinates_scale: cute.Tensor,
+        out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer, G: Int32, M: Int32, N: Int32, K: Int32, out_stride: Int64, scale_g: Int32, scale_n: Int32, scale_k: Int32,
         band: Int32,
     ):  # fmt: skip
-        share = self.share
-        forms = (self,) if self.other is None else (self, self.other)
+        share, forms = self.share, self.forms
         thread = cute.arch.thread_idx()[0]
         lane = thread % 32
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -215,7 +233,9 @@ class GroupedGemm:
             full: cute.struct.MemRange[Int64, num_stages]
             empty: cute.struct.MemRange[Int64, num_stages]
             row_end: cute.struct.MemRange[Int32, self.groups]
-            tile_end: cute.struct.MemRange[Int32, self.groups * (2 if self.last_halves else 1) + 32]
+            tile_end: cute.struct.MemRange[
+                Int32, self.groups * (2 if any(form.last_halves for form in forms) else 1) + 32
+            ]
             stages: cute.struct.Align[cute.struct.MemRange[Uint8, max(form.places[-1] for form in forms)], SMEM_ALIGN]
             out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, 8 * writer.elements], 16]
             choice: cute.struct.MemRange[Int32, 1]
@@ -246,27 +266,33 @@ class GroupedGemm:
         else:
             cute.arch.barrier()
 
-        chosen, tiles_n = Int32(0), self.tiles_n(N)
+        chosen, tiles_n, num_tiles = Int32(0), self.tiles_n(N), self.num_tiles(tile_end, G)
         if cutlass.const_expr(self.other is not None):
             chosen = cute.arch.make_warp_uniform(choice[0])
             if chosen == 1:
-                tiles_n = self.other.tiles_n(N)
+                tiles_n, num_tiles = self.other.tiles_n(N), self.other.num_tiles(tile_end, G)
+        cluster, rounds = cute.arch.block_idx()[0] // share, cute.ceil_div(num_tiles, clusters)
+        count = rounds
+        if rounds > 0:
+            if self.tile_in(rounds - 1, cluster, clusters) >= num_tiles:
+                count -= 1
         work = Problem(
             out, bias, scale_a, scale_b, G, N, out_stride, scale_g, scale_n, scale_k, band, cute.ceil_div(K, self.loader_b.tile_k), full, empty,
             row_end, tile_end, storage.stages.data_ptr(), rank, clusters,
-            cute.arch.block_idx()[0] // share, tiles_n, self.num_tiles(tile_end, G),
+            cluster, tiles_n, num_tiles, tile_end[G - 1], rounds, count,
         )  # fmt: skip
         warpgroup_index = cute.arch.make_warp_uniform(thread // WARPGROUP)
         if warpgroup_index == 0:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp == 0:
-                scale_tma = tma_scale, coordinates_scale
+                scale_tma, thin_tma = (tma_scale, coordinates_scale), (thin_tma_a, thin_coordinates_a)
                 if chosen == 0:
-                    self.produce(work, tma_a, coordinates_a, tma_b, coordinates_b, scale_tma, lane)
+                    self.produce(work, tma_a, coordinates_a, tma_b, coordinates_b, scale_tma, thin_tma, lane)
                 if cutlass.const_expr(self.other is not None):
                     if chosen == 1:
                         self.other.produce(
-                            work, tma_a, coordinates_a, other_tma_b, other_coordinates_b, scale_tma, lane,
+                            work, other_tma_a, other_coordinates_a, other_tma_b, other_coordinates_b, scale_tma, thin_tma,
+                            lane,
                         )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
@@ -296,22 +322,51 @@ class GroupedGemm:
         self, sizes: cute.Pointer, G: Int32, M: Int32, N: Int32, row_end: cute.Pointer, tile_end: cute.Pointer, clusters: Int32,
         choice: cute.Pointer, lane: Int32,
     ):  # fmt: skip
-        """groups.build, and where there is another tile_n, which of the two: choice[0] is 1 for that. One warp."""
+        """groups.build, and where there are other tiles, which of the two: choice[0] is 1 for those. One warp."""
         groups.build(sizes, G, M, self.cluster_rows, self.tiles_n(N), row_end, tile_end, lane, self.last_halves)
         if cutlass.const_expr(self.other is not None):
             cute.arch.sync_warp()
-            high = self.num_tiles(tile_end, G) // self.tiles_n(N)
-            own = cute.ceil_div(high * self.tiles_n(N), clusters) * self.cost
-            others = cute.ceil_div(high * self.other.tiles_n(N), clusters) * self.other.cost
             better = Int32(0)
-            if others < own:
+            if self.other.work_of(row_end, G, N, clusters, lane) < self.work_of(row_end, G, N, clusters, lane):
                 better = Int32(1)
                 cute.arch.sync_warp()
                 groups.build(
-                    sizes, G, M, self.cluster_rows, self.other.tiles_n(N), row_end, tile_end, lane, self.last_halves
+                    sizes,
+                    G,
+                    M,
+                    self.other.cluster_rows,
+                    self.other.tiles_n(N),
+                    row_end,
+                    tile_end,
+                    lane,
+                    self.other.last_halves,
                 )
             if lane == 0:
                 choice[0] = better
+
+    @cute.jit
+    def work_of(self, row_end: cute.Pointer, G: Int32, N: Int32, clusters: Int32, lane: Int32):
+        """What a cluster has to do with these tiles, in units of `cost`. One warp."""
+        tiles = groups.tiles_of(row_end, G, self.cluster_rows, False, lane) * self.tiles_n(N)
+        large = tiles
+        if cutlass.const_expr(self.tenths < 10):
+            large = groups.tiles_of(row_end, G, self.cluster_rows, True, lane) * self.tiles_n(N)
+        rounds, small = cute.ceil_div(large, clusters), tiles - large
+        tenths, free = 10 * rounds, rounds * clusters - large
+        if small > 2 * free:
+            spread = cute.ceil_div(10 * large + self.tenths * small, clusters)
+            tenths = cutlass.max(tenths + self.tenths, spread)
+        elif small > free:
+            # Two of them beside a large one.
+            tenths = cutlass.max(tenths, tenths - 10 + 2 * min(self.tenths, LAST_BESIDE))
+        return tenths * self.cost
+
+    @property
+    def tenths(self) -> int:
+        """Of a tile's time, what one takes with no more than half of its rows, where those come last."""
+        if not self.last_halves or self.pair:
+            return 10
+        return LAST_TENTHS[HALF * self.halves]
 
     @cute.jit
     def num_tiles(self, tile_end: cute.Pointer, G: Int32):
@@ -353,7 +408,7 @@ class GroupedGemm:
     @cute.jit
     def produce(
         self, work, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor, scale_tma: tuple,
-        lane: Int32,
+        thin_tma: tuple, lane: Int32,
     ):  # fmt: skip
         """The producer warp. work: a Problem."""
         loader_a, loader_b, share, halves, slots = self.loader_a, self.loader_b, self.share, self.halves, self.scales
@@ -361,7 +416,7 @@ class GroupedGemm:
         full, empty, rank, k_tiles, N = work.full, work.empty, work.rank, work.k_tiles, work.N
         scale_a, scale_b, scale_n, scale_k = work.scale_a, work.scale_b, work.scale_n, work.scale_k
         smem_a, smem_b, told, row_scales, column_scales = self.buffers(work.stages)
-        tile, ahead, part = work.tile, work.ahead, Int32(0)
+        part = Int32(0)
         shared_b, global_b = loader_b.partition_stack(tma_b, coordinates_b, smem_b, rank if self.pair else 0)
         mask_a = mask_b = None
         if cutlass.const_expr(share > 1):
@@ -373,7 +428,12 @@ class GroupedGemm:
         slot = Int32(0)
         begun = cute.make_rmem_tensor(slots.slots, Int32)
         begun.fill(-self.num_stages)
-        while tile < work.num_tiles:
+        for turn in cutlass.range(work.count, unroll=1):
+            tile = self.tile_in(self.round_of(work, turn), work.tile, work.clusters)
+            if cutlass.const_expr(self.mixes):
+                part = Int32(0)
+                if tile >= work.large:
+                    part = groups.rest(work.G)
             part = groups.find(work.tile_end, tile, part, lane)
             g, start, end, m_tile, n_tile = self.place(work, part, tile)
             row0 = start + m_tile * self.cluster_rows
@@ -382,6 +442,14 @@ class GroupedGemm:
             else:
                 n_tile = n_tile * share + rank
             shared_a, global_a = partition_from(loader_a, tma_a, coordinates_a, smem_a, 0 if self.pair else rank, row0)
+            if cutlass.const_expr(self.narrow):
+                layout = self.thin_loader.smem_layout()
+                thin_smem = cute.make_tensor(
+                    cute.recast_ptr(work.stages, layout.inner, dtype=loader_a.dtype), layout.outer
+                )
+                thin_shared, thin_global = partition_from(
+                    self.thin_loader, thin_tma[0], thin_tma[1], thin_smem, rank, row0
+                )
             # Of a pair's second CTA without rows all is loaded as if it had the group's last one.
             top = cutlass.min(row0, end - 1)
             live = Int32(1)
@@ -407,6 +475,9 @@ class GroupedGemm:
                 cute.arch.mbarrier_wait(empty + write.index, write.phase)
                 barrier = full + write.index
                 arriving = loader_a.stage_bytes * live + loader_b.stage_bytes
+                if cutlass.const_expr(self.narrow):
+                    if end - row0 <= ROWS:
+                        arriving = self.thin_loader.stage_bytes + loader_b.stage_bytes
                 if cutlass.const_expr(self.blocks):
                     if k % SCALE_STEPS == 0:
                         if cutlass.const_expr(not self.whole):
@@ -437,10 +508,20 @@ class GroupedGemm:
                                 )  # fmt: skip
                         else:
                             slots.bring_words(row_scales, slot, scale_a, places, along, k, k_tiles, lane)
-                cute.copy(
-                    tma_a, global_a[(None, 0, k)], shared_a[(None, write.index * halves)], tma_bar_ptr=barrier,
-                    mcast_mask=mask_a,
-                )  # fmt: skip
+                if cutlass.const_expr(self.narrow):
+                    if end - row0 <= ROWS:
+                        cute.copy(
+                            thin_tma[0], thin_global[(None, 0, k)], thin_shared[(None, write.index * halves * 2)], tma_bar_ptr=barrier,
+                            mcast_mask=mask_a,
+                        )  # fmt: skip
+                    else:
+                        cute.copy(
+                            tma_a, global_a[(None, 0, k)], shared_a[(None, write.index * halves)], tma_bar_ptr=barrier, mcast_mask=mask_a,
+                        )  # fmt: skip
+                else:
+                    cute.copy(
+                        tma_a, global_a[(None, 0, k)], shared_a[(None, write.index * halves)], tma_bar_ptr=barrier, mcast_mask=mask_a,
+                    )  # fmt: skip
                 if cutlass.const_expr(halves == 2):
                     if live == 2:
                         cute.copy(
@@ -464,8 +545,6 @@ class GroupedGemm:
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(barrier)
                 write.advance()
-            tile += ahead
-            ahead = 2 * work.clusters - ahead
 
     @cute.jit
     def consume(self, work, buffer: cute.Pointer, consumer: Int32, thread: Int32):
@@ -473,7 +552,6 @@ class GroupedGemm:
         loader_a, halves, slots = self.loader_a, self.halves, self.scales
         full, empty, k_tiles, lane = work.full, work.empty, work.k_tiles, thread % 32
         smem_a, smem_b, told, row_scales, column_scales = self.buffers(work.stages)
-        tile, ahead = work.tile, work.ahead
         mma = self.mma()
         slice_ = mma.get_slice(0)
         own_a = cute.local_tile(smem_a, (ROWS, loader_a.tile_k, loader_a.num_stages), (consumer, 0, 0))
@@ -485,19 +563,35 @@ class GroupedGemm:
             every = cute.logical_divide(smem_a, (None, None, cute.make_layout(halves)))[(None, None, (i, None))]
             rows_a = cute.local_tile(every, (ROWS, loader_a.tile_k, self.num_stages), (consumer, 0, 0))
             halves_a = (*halves_a, mma.make_fragment_A(slice_.partition_A(rows_a)))
+        thin_a = thin_b = None
+        if cutlass.const_expr(self.narrow):
+            every = cute.logical_divide(smem_a, (None, None, cute.make_layout(halves)))[(None, None, (0, None))]
+            rows_a = cute.local_tile(every, (ROWS, loader_a.tile_k, self.num_stages), (0, 0, 0))
+            thin_a = mma.make_fragment_A(slice_.partition_A(rows_a))
+            columns_b = cute.local_tile(smem_b, (self.tile_n // 2, loader_a.tile_k, self.num_stages), (consumer, 0, 0))
+            thin_b = self.thin_mma().make_fragment_B(self.thin_mma().get_slice(0).partition_B(columns_b))
         per_half = ROWS * self.tile_n // WARPGROUP
         total = cute.make_rmem_tensor(per_half * halves, Float32)
         stage, phase, slot = Int32(0), Int32(0), Int32(0)
-        while tile < work.num_tiles:
+        for _ in cutlass.range(work.count, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
             row0, end, n0, g, start = self.hear(told + TOLD * stage)
-            reader = None
+            reader = thin_reader = None
             if cutlass.const_expr(self.blocks):
-                reader = slots.reader(
-                    row_scales, column_scales, consumer * ROWS + thread // 32 * 16 + lane // 4, n0,
-                    start * k_tiles + (row0 - start), end - start,
-                )  # fmt: skip
-            left = end - row0
+                row, place = thread // 32 * 16 + lane // 4, start * k_tiles + (row0 - start)
+                reader = slots.reader(row_scales, column_scales, consumer * ROWS + row, n0, place, end - start)
+                if cutlass.const_expr(self.narrow):
+                    thin_reader = slots.narrow_reader(
+                        row_scales, column_scales, row, n0, self.tile_n // 2, consumer, place, end - start
+                    )
+            left, least = end - row0, Int32(0)
+            if cutlass.const_expr(self.narrow):
+                least = Int32(ROWS)
+                if (left > 0) & (left <= ROWS):
+                    stage, phase = self.multiply(
+                        1, full, empty, stage, phase, total, operand_a, operand_b, (thin_a,), k_tiles, thin_reader, slot, consumer, thread,
+                        thin_b,
+                    )  # fmt: skip
             if cutlass.const_expr(halves == 2):
                 if left > HALF:
                     stage, phase = self.multiply(
@@ -505,27 +599,30 @@ class GroupedGemm:
                         thread,
                     )  # fmt: skip
             if (left <= HALF) | (halves == 1):
-                if left > 0:
+                if left > least:
                     stage, phase = self.multiply(
                         1, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer,
                         thread,
                     )  # fmt: skip
-                else:
+                elif left <= 0:
                     stage, phase = self.pass_by(full, empty, stage, phase, k_tiles, thread)
             slot = (slot + cute.ceil_div(k_tiles, SCALE_STEPS)) % slots.slots
             for half in cutlass.range_constexpr(halves):
-                if row0 + half * HALF + consumer * ROWS < end:
+                if (row0 + half * HALF + consumer * ROWS < end) & (left > least):
                     self.store(work, total, half, row0, end, n0, g, buffer, consumer, thread)
-            tile += ahead
-            ahead = 2 * work.clusters - ahead
+            if cutlass.const_expr(self.narrow):
+                if (left > 0) & (left <= ROWS):
+                    self.store(work, total, 0, row0, end, n0, g, buffer, consumer, thread, True)
 
     @cute.jit
     def store(
         self, work, total: cute.Tensor, half: cutlass.Constexpr, row0: Int32, end: Int32, n0: Int32, g: Int32, buffer: cute.Pointer,
-        consumer: Int32, thread: Int32,
+        consumer: Int32, thread: Int32, thin: cutlass.Constexpr = False,
     ):  # fmt: skip
-        """A half of a tile goes out: its rows from row0 on, of which those from `end` on do not."""
+        """A half of a tile goes out: its rows from row0 on, of which those from `end` on do not. thin: 64 rows, of this consumer's columns."""
         per_half, row = ROWS * self.tile_n // WARPGROUP, row0 + half * HALF + consumer * ROWS
+        if cutlass.const_expr(thin):
+            per_half, row, n0 = per_half // 2, row0, n0 + consumer * (self.tile_n // 2)
         scale_a, scale_b = work.scale_a, work.scale_b
         factors = cute.make_rmem_tensor(2, Float32)
         alpha = Float32(1.0)
@@ -542,6 +639,42 @@ class GroupedGemm:
             total, half * per_half, per_half, work.out, work.out_stride, row, end, n0, work.N, factors, scale_b + g * work.N,
             work.bias + g * work.N, thread, buffer,
         )  # fmt: skip
+
+    @property
+    def mixes(self) -> bool:
+        return self.last_halves and not self.pair
+
+    @cute.jit
+    def tile_in(self, turn: Int32, cluster: Int32, clusters: Int32):
+        """The cluster's tile in a round, which may be past the last."""
+        place = cluster
+        if turn % 2 == 1:
+            place = clusters - 1 - cluster
+        return turn * clusters + place
+
+    @cute.jit
+    def round_of(self, work, turn: Int32):
+        """Which round of tiles is the cluster's `turn`-th.
+
+        Rounds of tiles with few rows lie between the others, for each cluster elsewhere: those tiles bring b for little work, and all at
+        once would wait for memory. The round that has both kinds, and the last, come last: there they make up for each other.
+        """
+        found = turn
+        if cutlass.const_expr(self.mixes):
+            whole = work.large // work.clusters
+            small = work.rounds - 2 - whole
+            if (small > 0) & (turn < whole + small):
+                of = whole + small
+                shift = work.tile * of // work.clusters
+                before = (turn * small + shift) // of
+                found = turn - before
+                if ((turn + 1) * small + shift) // of > before:
+                    found = whole + 1 + before
+            elif small > 0:
+                found = work.rounds - 1
+                if turn == whole + small:
+                    found = whole
+        return found
 
     @cute.jit
     def place(self, work, part: Int32, tile: Int32):
@@ -564,8 +697,9 @@ class GroupedGemm:
     def multiply(
         self, live: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, total: cute.Tensor,
         a: cute.Tensor, b: cute.Tensor, halves_a: tuple, k_tiles: Int32, reader, slot: Int32, consumer: Int32, thread: Int32,
+        thin_b: cutlass.Constexpr = None,
     ):  # fmt: skip
-        """total = a @ b of a tile's first `live` halves; returns the next stage and its phase."""
+        """total = a @ b of a tile's first `live` halves; returns the next stage and its phase. thin_b: half of b's columns, instead of b."""
         per_half = ROWS * self.tile_n // WARPGROUP
         # Its own: what one branch sets in it must not be seen in the other.
         mma = self.mma()
@@ -575,8 +709,11 @@ class GroupedGemm:
             if cutlass.const_expr(self.whole and self.num_stages == SCALE_STEPS):
                 read = pipeline.PipelineState(self.num_stages, Int32(0), Int32(0), phase)
             pipe = Stages(full, empty, self.num_stages, self.share)
+            of_b, columns, mma_of = b, self.tile_n, self.mma
+            if cutlass.const_expr(thin_b is not None):
+                of_b, columns, mma_of = thin_b, self.tile_n // 2, self.thin_mma
             read = mma_block.accumulate_promoted(
-                pipe, read, self.mma, total, halves_a[:live], (b,), self.tile_n, k_tiles, reader, slot, self.stagger, consumer,
+                pipe, read, mma_of, total, halves_a[:live], (of_b,), columns, k_tiles, reader, slot, self.stagger, consumer,
                 BEHIND, tail=not self.whole,
             )  # fmt: skip
             stage, phase = read.index, read.phase
@@ -604,6 +741,9 @@ class GroupedGemm:
                 for v in cutlass.range_constexpr(per_half):
                     total[half * per_half + v] = parts[half][v]
         return stage, phase
+
+    def thin_mma(self):
+        return mma_block.tiled_mma(self.loader_a, self.loader_b, self.tile_n // 2)
 
     def mma(self):
         return mma_block.tiled_mma(self.loader_a, self.loader_b, self.tile_n)

@@ -6,6 +6,7 @@ Imports neither CuTe DSL nor torch.cuda: the rule can be asked anywhere.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,8 +51,11 @@ class HopperGroupedConfig:
     addend      of those, what they are added to: "load", TMA brings it; "reduce", memory adds
     other_n     "rows": 0, or a tile_n that the kernel takes instead, where rounds of such tiles of the groups that there are take less
                 time
-    other_m     "swapped": 0, or a tile_m that the kernel takes instead, likewise
-    other_stages  num_stages with other_n or other_m
+    other_m     0, or a tile_m that the kernel takes instead, likewise; of "rows" 128
+    turned      "rows", two CTAs that share b: those other tiles lie side by side, and they share a
+    other_stages  num_stages of the other tiles
+    narrow      "rows", FP8 with sums in float32, CTAs that do not share b; of the other tiles if there are such: those of no more than 64
+                rows come last, and each consumer has half of their columns
     overlap     the grid may be set up while the one before it on the stream ends (programmatic dependent launch)
     """
 
@@ -68,13 +72,19 @@ class HopperGroupedConfig:
     addend: str = "load"
     other_n: int = 0
     other_m: int = 0
+    turned: bool = False
     other_stages: int = 0
+    narrow: bool = False
     overlap: bool = True
 
     def __str__(self) -> str:
         more = f"split {self.split}" if self.schedule == "swapped" else f"cluster {self.cluster_m}x{self.cluster_n}"
         if self.ring:
             more += f", ring of {self.ring}, {self.addend}"
+        if self.turned:
+            more += f"/{self.cluster_n}x{self.cluster_m}"
+        if self.narrow:
+            more += ", narrow"
         tile_n = f"{self.tile_n}/{self.other_n}" if self.other_n else f"{self.tile_n}"
         tile_m = f"{self.tile_m}/{self.other_m}" if self.other_m else f"{self.tile_m}"
         return f"{tile_m}x{tile_n}x{self.tile_k} {self.schedule}, {self.num_stages} stages, {more}"
@@ -82,11 +92,12 @@ class HopperGroupedConfig:
     @property
     def other(self) -> HopperGroupedConfig | None:
         """The tiles that the kernel may take instead."""
-        if not (self.other_n or self.other_m):
+        if not (self.other_n or self.other_m or self.turned):
             return None
+        cluster = (self.cluster_n, self.cluster_m) if self.turned else (self.cluster_m, self.cluster_n)
         return replace(
             self, tile_n=self.other_n or self.tile_n, tile_m=self.other_m or self.tile_m, num_stages=self.other_stages, other_n=0,
-            other_m=0, other_stages=0,
+            other_m=0, turned=False, other_stages=0, cluster_m=cluster[0], cluster_n=cluster[1],
         )  # fmt: skip
 
     @property
@@ -127,7 +138,18 @@ def bulk_scales(problem: GroupedProblem, config: HopperGroupedConfig) -> str | N
 def last_halves(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
     """Whether a cluster's tiles of which half have no rows come last: not where the table for it is large."""
     few = table_groups(problem) == TABLES[0]
-    return few and problem.split == ROWS and config.schedule == "rows" and config.tile_m * config.cluster_m > WAVE_ROWS
+    high = config.tile_m * config.cluster_m > WAVE_ROWS or is_narrow(config)
+    return few and problem.split == ROWS and config.schedule == "rows" and high
+
+
+# By tile_m: of a tile's time, what one takes with no more than half of its rows, where those come last (of 128 rows, `narrow`).
+LAST_TENTHS = {256: 9, 128: 7}
+LAST_BESIDE = 6  # the same, where two of them lie beside one other tile
+
+
+def is_narrow(config: HopperGroupedConfig) -> bool:
+    """Of these tiles, not of the others."""
+    return config.narrow and config.other is None
 
 
 def rings(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
@@ -142,7 +164,7 @@ def store_columns(problem: GroupedProblem) -> int:
 
 def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
     if (other := config.other) is not None:
-        return max(smem_bytes(problem, replace(config, other_n=0, other_m=0)), smem_bytes(problem, other))
+        return max(smem_bytes(problem, replace(config, other_n=0, other_m=0, turned=False)), smem_bytes(problem, other))
     width = -(-config.tile_n // 64) * 64
     stage = (config.tile_m + config.tile_n) * SWIZZLE_BYTES
     slots = 0
@@ -220,8 +242,10 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
     if config.num_stages < 2:
         return f"num_stages={config.num_stages}: a tile is loaded while another is multiplied, so at least 2"
     if (other := config.other) is not None:
-        if problem.split == REDUCTION or (config.other_m if config.schedule == "rows" else config.other_n):
-            return f"other_n={config.other_n}, other_m={config.other_m}: tiles of rows have another width, swapped ones another height"
+        if problem.split == REDUCTION or (config.schedule == "swapped" and (config.other_n or config.turned)):
+            return f"other_n={config.other_n}, turned={config.turned}: swapped tiles have another height, those of a reduction no other"
+        if config.turned and config.cluster_m == 1:
+            return "turned: only CTAs below each other can be side by side instead"
         if (reason := _why_config_unsupported(problem, other)) is not None:
             return f"other tile: {reason}"
     if config.schedule == "swapped":
@@ -255,6 +279,8 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             return f"addend {config.addend!r}: there are load and reduce"
         if config.cluster_n not in (1, 2) or config.cluster_m not in (1, 2) or config.cluster_size > 2:
             return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: 1 or 2 CTAs share a's tiles or b's, not both"
+        if is_narrow(config) and (not promotes(problem) or config.tile_n % 32 or config.cluster_m > 1):
+            return "narrow: of FP8 with sums in float32, with columns in multiples of 32 and CTAs that do not share b"
         if config.cluster_m > 1 and config.tile_m > WAVE_ROWS:
             return f"cluster_m={config.cluster_m} of tiles of {config.tile_m} rows: b is shared by tiles of {WAVE_ROWS} only"
         if config.split != 1:
@@ -282,12 +308,27 @@ def _deepest(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperGrou
     return next((c for c in deepest if smem_bytes(problem, c) <= SMEM_BYTES), replace(config, num_stages=2))
 
 
+def _known(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperGroupedConfig:
+    """With as many stages as the loop is unrolled by: where each is is then known to the compiler. Less work for a step needs more."""
+    if (
+        problem.split == ROWS
+        and promotes(problem)
+        and whole_steps(problem)
+        and config.tile_m * config.tile_n >= 128 * 192
+    ):
+        return replace(config, num_stages=min(config.num_stages, SCALE_STEPS))
+    return config
+
+
 def with_other(
-    problem: GroupedProblem, config: HopperGroupedConfig, other_n: int = 0, other_m: int = 0
+    problem: GroupedProblem, config: HopperGroupedConfig, other_n: int = 0, other_m: int = 0, turned: bool = False
 ) -> HopperGroupedConfig:
-    config = replace(config, other_stages=2, other_n=other_n, other_m=other_m)
+    config = replace(config, other_stages=2, other_n=other_n, other_m=other_m, turned=turned)
     assert config.other is not None
-    return replace(config, other_stages=_deepest(problem, config.other).num_stages)
+    other = _deepest(problem, config.other)
+    if config.schedule == "rows" and (turned or other_m):
+        other = _known(problem, other)
+    return replace(config, other_stages=other.num_stages)
 
 
 def swapped(problem: GroupedProblem, tokens: int, rows: int, split: int = 1) -> HopperGroupedConfig:
@@ -310,10 +351,7 @@ def rows_tile(
     config = _deepest(
         problem, HopperGroupedConfig(tile_m, tile_n, tile_k, "rows", cluster_n=cluster_n, cluster_m=cluster_m, **more)
     )
-    if problem.split == ROWS and promotes(problem) and whole_steps(problem) and tile_m * tile_n >= 128 * 192:
-        # As many as the loop is unrolled by: where each is is then known to the compiler. Less work for a step needs more of them.
-        config = replace(config, num_stages=min(config.num_stages, SCALE_STEPS))
-    return config
+    return _known(problem, config)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -376,9 +414,9 @@ _SCALED_LOADED, _SCALED_REDUCED = (0.55, 1.2), (0.3, 1.8)
 _SCALED_ALONE = 1.01  # the store's where no two CTAs have tiles side by side
 _SWAPPED_STEP_SECONDS = 0.15e-6  # at least: the producer's
 _SPLIT_SECONDS = 0.5e-6
-_UNEQUAL_TILES = 0.6  # that each of random groups has beyond its share of all rows
+_UNEQUAL_TILES = (0.3, 0.4, 0.5, 0.6, 0.7)  # that each of random groups has beyond its share of all rows
 _UNEQUAL_ROWS = 3  # of the largest of random groups, over the mean
-_OTHER_GAIN = 0.95
+_OTHER_GAIN = 0.985
 
 
 def step_seconds(config: HopperGroupedConfig) -> float:
@@ -450,8 +488,7 @@ def _with_other(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperG
     if problem.split == REDUCTION or problem.G == 1 or not promotes(problem):
         return config
     if config.schedule == "rows":
-        other_n = _other_n(problem, config)
-        return with_other(problem, config, other_n=other_n) if other_n else config
+        return _with_other_rows(problem, config)
     used = min(problem.G, problem.M)
     other_m = min(128, -(-_UNEQUAL_ROWS * problem.M // (8 * used)) * 8)
     if config.split > 1 or other_m <= config.tile_m:
@@ -462,24 +499,63 @@ def _with_other(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperG
 def round_cost(config: HopperGroupedConfig) -> int:
     """Of a round of tiles, in units of the kernel's own: for its choice between two tiles."""
     if config.schedule == "rows":
-        return round(step_seconds(config) * 1e10)
+        return round(_promoted_seconds(config) * 1e9)
     return 2 * config.tile_n + config.tile_m  # bytes, of which a's come from L2
 
 
-def _other_n(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
-    """A tile_n that would be better with random groups, or 0."""
-    high = problem.M / (config.tile_m * config.cluster_m) + _UNEQUAL_TILES * min(problem.G, problem.M)
-    clusters = NUM_SMS // config.cluster_size
+def _promoted_seconds(config: HopperGroupedConfig) -> float:
+    """As step_seconds, measured where all CTAs are busy: a line through 96 to 192 columns, and 16 more than a multiple of 32 cost 32."""
+    l2 = (
+        (config.tile_m / config.cluster_n + config.tile_n / config.cluster_m)
+        * SWIZZLE_BYTES
+        / (_L2_BYTES_PER_CYCLE * _CLOCK)
+    )
+    if config.tile_m > WAVE_ROWS:
+        return 0.80e-6 + 0.05 * l2
+    return 0.12e-6 + 2.55e-9 * (-(-config.tile_n // 32) * 32) + 0.05 * l2
 
-    def seconds(tile_n: int) -> float:
-        tiles = high * -(-problem.N // (tile_n * config.cluster_n))
-        step = step_seconds(replace(config, tile_n=tile_n))
-        return -(-tiles // clusters) * (-(-problem.K // config.tile_k) * step + _PROMOTED_TURN_SECONDS)
 
-    shape = config.schedule, config.tile_m, config.cluster_m, config.cluster_n
-    alike = {c.tile_n for c in candidates(problem) if (c.schedule, c.tile_m, c.cluster_m, c.cluster_n) == shape}
+def _with_other_rows(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperGroupedConfig:
+    """config, with other tiles in clusters of as many CTAs, if those would be better with random groups: half of each one's last tiles have
+    no more than half of their rows."""
+    used = min(problem.G, problem.M)
+
+    def seconds(tile: HopperGroupedConfig) -> float:
+        high = problem.M / (tile.tile_m * tile.cluster_m)
+        each = -(-problem.N // (tile.tile_n * tile.cluster_n)) / (NUM_SMS // tile.cluster_size)
+        last = LAST_TENTHS[tile.tile_m] / 10 if tile.tile_m > WAVE_ROWS or _may_be_narrow(problem, tile) else 1.0
+        turns = 0.0
+        for unequal in _UNEQUAL_TILES:  # several: no single number of rounds decides
+            large, small = max(high + (unequal - 0.5) * used, 0.0), 0.5 * used
+            rounds = math.ceil(large * each)
+            free = rounds / each - large
+            if small > 2 * free:
+                turns += max(rounds + last, (large + last * small) * each)
+            else:
+                turns += max(rounds, rounds - 1 + 2 * min(last, LAST_BESIDE / 10)) if small > free else rounds
+        return turns * (-(-problem.K // tile.tile_k) * _promoted_seconds(tile) + _PROMOTED_TURN_SECONDS)
+
+    alike = [
+        tile
+        for tile in candidates(problem)
+        if (tile.schedule, tile.cluster_size) == (config.schedule, config.cluster_size)
+        and tile.tile_m <= config.tile_m
+        and tile.cluster_m <= config.cluster_m
+        and (tile.tile_n >= config.tile_n or problem.M > WAVE_ROWS * used)  # few rows: narrower ones took longer
+    ]
     best = min(alike, key=seconds)
-    return best if seconds(best) < _OTHER_GAIN * seconds(config.tile_n) else 0
+    if seconds(best) >= _OTHER_GAIN * seconds(config):
+        return config
+    other_m = best.tile_m if best.tile_m < config.tile_m else 0
+    chosen = with_other(problem, config, best.tile_n, other_m, best.cluster_m < config.cluster_m)
+    return replace(chosen, narrow=_may_be_narrow(problem, best))
+
+
+def _may_be_narrow(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
+    # With fewer rows the time is that of reading b, whoever multiplies.
+    many = table_groups(problem) == TABLES[0] and problem.M > WAVE_ROWS * min(problem.G, problem.M)
+    alone = config.tile_m == WAVE_ROWS and config.tile_n % 32 == 0 and config.cluster_m == 1
+    return many and promotes(problem) and alone
 
 
 @functools.lru_cache(maxsize=4096)

@@ -20,6 +20,7 @@ from fourwave.ops.grouped_gemm.sm90_config import (
     HopperGroupedConfig,
     bulk_scales,
     default_config,
+    is_narrow,
     last_halves,
     promotes,
     round_cost,
@@ -64,7 +65,7 @@ def specialise(
         replace(config, band=1), table_groups(problem), problem.layout, problem.a_dtype, problem.b_dtype, problem.out_dtype,
         problem.bias_dtype, problem.m_sizes_dtype, problem.a_scaling, problem.b_scaling, problem.a_scale_layout == "groups",
         bulk, promotes(problem), vector, problem.split == REDUCTION, problem.accumulate,
-        last_halves(problem, config), store_columns(problem),
+        any(last_halves(problem, form) for form in (config, config.other) if form is not None), store_columns(problem),
         problem.split != REDUCTION and config.schedule == "rows" and promotes(problem) and whole_steps(problem),
     )  # fmt: skip
 
@@ -109,13 +110,14 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
         )  # fmt: skip
 
     def rows(config: HopperGroupedConfig) -> Any:
+        narrow = is_narrow(config) and spec.last_halves
         return sm90.GroupedGemm(
             config.tile_m // 128, config.tile_n, config.num_stages, config.cluster_size, spec.groups,
             TmaLoader(a_type, 128, config.tile_k, True, config.num_stages * (config.tile_m // 128), config.cluster_n),
             StackedLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, config.cluster_m),
             out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.bulk, spec.promote, spec.vector, config.overlap,
-            spec.last_halves, spec.store_columns, "m" if config.cluster_m > 1 else "n",
-            spec.whole, round_cost(config), rows(config.other) if config.other is not None else None,
+            spec.last_halves and (config.tile_m * config.cluster_m > 128 or narrow), spec.store_columns, "m" if config.cluster_m > 1 else "n",
+            spec.whole, narrow, round_cost(config), rows(config.other) if config.other is not None else None,
         )  # fmt: skip
 
     if config.schedule == "swapped":
@@ -278,9 +280,11 @@ def _clusters(problem: GroupedProblem, config: HopperGroupedConfig, num_sms: int
         return max(1, min(num_sms // config.cluster_size, problem.G * high * wide))
     if config.cluster_size > 2:
         num_sms = num_sms * FOURS_SMS // NUM_SMS
-    tile_n = min(config.tile_n, config.other_n or config.tile_n)
-    tiles = (problem.M // (config.tile_m * config.cluster_m) + min(problem.G, problem.M)) * -(
-        -problem.N // (tile_n * config.cluster_n)
+    tiles = max(
+        (problem.M // (form.tile_m * form.cluster_m) + min(problem.G, problem.M))
+        * -(-problem.N // (form.tile_n * form.cluster_n))
+        for form in (config, config.other)
+        if form is not None
     )
     return max(1, min(tiles, num_sms // config.cluster_size))
 
