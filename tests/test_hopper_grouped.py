@@ -71,6 +71,7 @@ def problem(G: int = 8, M: int = 1024, N: int = 2048, K: int = 7168) -> GroupedP
         ({"narrow": True, "tile_n": 144}, "multiples of 32"),
         ({"schedule": "swapped", "other_n": 64, "other_stages": 4}, "another height"),
         ({"schedule": "swapped", "tile_m": 16, "other_m": 12, "other_stages": 4}, "multiples of 8"),
+        ({"schedule": "swapped", "tile_m": 16, "single": True}, "more than a tile of one group"),
     ],
 )
 def test_configs_that_the_kernels_cannot_run_are_refused_with_the_reason(change: dict[str, object], said: str) -> None:
@@ -123,6 +124,15 @@ def test_the_default_is_one_of_the_candidates_and_allowed() -> None:
 def test_few_rows_take_swapped_tiles_and_many_do_not() -> None:
     assert default_config(problem(8, 64, 1280, 8192))[0].schedule == "swapped"
     assert default_config(problem(8, 16384, 2048, 7168))[0].schedule == "rows"
+
+
+def test_one_group_of_few_rows_has_a_cluster_for_each_tile_where_there_are_as_many() -> None:
+    p = problem(1, 16, 2048, 7168)
+    config = default_config(p)[0]
+    assert config.single and config.split > 1
+    assert sm90_launch._on_device(p, config, 132) == config
+    assert sm90_launch._on_device(p, config, 66) == replace(config, single=False)
+    assert not any(default_config(problem(G, M))[0].single for G, M in ((2, 2), (1, 4096)))
 
 
 @pytest.mark.slow
@@ -351,6 +361,35 @@ def test_orders_of_tiles_and_consumers(sizes: str, K: int, tile: tuple[int, ...]
 
 
 @on_gpu
+@pytest.mark.parametrize("rows", [0, 1, 7, 16])
+@pytest.mark.parametrize("scaling", ["rows", "groups", "tensor", "row", None])
+@pytest.mark.parametrize("K", [400, 1100, 2048])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ("swapped", 24, 32, 2),
+        ("swapped", 24, 72, 4),
+        ("swapped", 24, 16, 1),
+        ("swapped", 16, 40, 2),
+        ("swapped", 16, 128, 1),
+    ],
+    ids=str,
+)
+def test_one_group(shape: tuple[Any, ...], K: int, scaling: str | None, rows: int) -> None:
+    """No table of groups; CTAs that share a tile send each other their sums; rows past the last."""
+    if scaling is None:
+        case = Kept("forward", (rows,), 520, K, dtype=BF16)
+    elif scaling in ("rows", "groups"):
+        case = replace(BLOCKS, sizes=(rows,), N=520, K=K, scale_layout=scaling, extra=0)
+    else:
+        case = Kept("forward", (rows,), 520, K, scaling=scaling)
+    case = replace(case, extra=shape[1] - rows)
+    config = config_of(case.problem("cuda"), shape)
+    assert config.single
+    run_case(case, config)
+
+
+@on_gpu
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize(
     "shape", [("swapped", 8, 40, 1), ("swapped", 64, 40, 2), ("rows", 256, 128), ("rows", 128, 80)], ids=str
@@ -472,7 +511,7 @@ def repeated(what: str) -> tuple[GroupedProblem, HopperGroupedConfig | None, Gro
     """A call of each kernel, with groups of any size and rows past the last."""
     random = torch.Generator("cuda").manual_seed(0)
     few = what.startswith("swapped")
-    sizes = [3, 0, 17, 1, 8, 2] if few else [300, 0, 700, 5, 129, 64]
+    sizes = [13] if "single" in what else [3, 0, 17, 1, 8, 2] if few else [300, 0, 700, 5, 129, 64]
     M, N, K = sum(sizes) + 3, 1280, 1040
     m_sizes = torch.tensor(sizes, device="cuda")
 
@@ -504,6 +543,7 @@ def repeated(what: str) -> tuple[GroupedProblem, HopperGroupedConfig | None, Gro
         shapes: dict[str, tuple[Any, ...]] = {
             "swapped": ("swapped", 16, 80, 1),
             "swapped split": ("swapped", 16, 64, 4),
+            "swapped single": ("swapped", 16, 40, 2),
             "rows": ("rows", 256, 128, 1),
         }
         shapes |= {"rows 128": ("rows", 128, 128, 1), "rows pairs": ("rows", 256, 128, 2)}
@@ -527,6 +567,7 @@ def repeated(what: str) -> tuple[GroupedProblem, HopperGroupedConfig | None, Gro
     [
         "swapped",
         "swapped split",
+        "swapped single",
         "rows",
         "rows 128",
         "rows pairs",

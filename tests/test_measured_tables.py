@@ -548,7 +548,9 @@ def default_tile(problem: GroupedProblem) -> str:
 
 
 def first_tile(config: str) -> str:
-    """Of a kernel that has two."""
+    """Of a kernel that has two; few rows have other numbers of stages since."""
+    if "swapped" in config:
+        config = re.sub(r", \d+ stages", "", config)
     return re.sub(r"/\d+", "", re.sub(r"(cluster \dx\d)/\dx\d", r"\1", config.removesuffix(", narrow")))
 
 

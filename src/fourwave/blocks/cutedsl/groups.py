@@ -16,6 +16,12 @@ NONE = 2**31 - 1  # tile_end past the last group
 
 
 @cute.jit
+def size_of(sizes: cute.Pointer, g: Int32, G: Int32, rows: Int32):
+    """Of a group, in [0, rows]."""
+    return _size(sizes, g, G, rows)
+
+
+@cute.jit
 def _scan(value: Int32, limit: Int32, lane: Int32):
     """Inclusive sums over the lanes of values in [0, limit], not more than limit."""
     for i in cutlass.range_constexpr(5):

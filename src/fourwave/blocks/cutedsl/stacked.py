@@ -59,14 +59,19 @@ class BlockScales:
         return -(-(self.rows + self.cells) // 4) * 4
 
     @cute.jit
-    def places(self, row0: Int32, end: Int32, start: Int32, stride: Int32, first: Int32, lane: Int32):
+    def places(
+        self, row0: Int32, end: Int32, start: Int32, stride: Int32, first: Int32, lane: Int32, steps: cutlass.Constexpr = False
+    ):  # fmt: skip
         """Where in the scales of a the rows of this lane begin: row0 + lane, + 32, ...; rows from `end` on take the last one's.
 
-        start: the group's first row, whose scales begin at element `first`; stride: elements from row to row."""
-        places = cute.make_rmem_tensor(max(1, self.turns), Int32)
+        start: the group's first row, whose scales begin at element `first`; stride: elements from row to row; steps: for copy_steps."""
+        turns = SCALE_STEPS * self.rows // groups.LANES if steps else self.turns
+        places = cute.make_rmem_tensor(max(1, turns), Int32)
         for i in cutlass.range_constexpr(cute.size(places)):
-            row = cutlass.min(row0 + groups.LANES * i + lane, end - 1)
-            places[i] = first + (row - start) * stride
+            number = groups.LANES * i + lane
+            row = row0 + (number % self.rows if steps else number)
+            # Of a group without rows, the first place there is.
+            places[i] = first + (cutlass.max(cutlass.min(row, end - 1), start) - start) * stride
         return places
 
     @cute.jit
@@ -83,6 +88,25 @@ class BlockScales:
                 groups.copy_word(base + (groups.LANES * i + lane), scale_a + (places[i] + along_a))
         if lane < self.cells:
             groups.copy_word(base + (self.rows + lane), scale_b + place_b)
+        cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+
+    @cute.jit
+    def copy_steps(
+        self, shared: cute.Pointer, stage: Int32, scale_a: cute.Pointer, places: cute.Tensor, along_a: Int32, k: Int32, k_tiles: Int32,
+        scale_b: cute.Pointer, place_b: Int32, along_b: Int32, barrier: cute.Pointer, lane: Int32,
+    ):  # fmt: skip
+        """As copy, of SCALE_STEPS stages from `stage` on: lanes take rows, or cells, and then steps. k: the first of those; what is past the
+        last takes its scales. along: elements from step to step."""
+        base = shared + stage * self.pitch
+        for i in cutlass.range_constexpr(cute.size(places)):
+            number = groups.LANES * i + lane
+            step = number // self.rows
+            source = places[i] + along_a * cutlass.min(k + step, k_tiles - 1)
+            groups.copy_word(base + (step * self.pitch + number % self.rows), scale_a + source)
+        if lane < SCALE_STEPS * self.cells:
+            step = lane // self.cells
+            source = place_b + along_b * cutlass.min(k + step, k_tiles - 1)
+            groups.copy_word(base + (step * self.pitch + self.rows + lane % self.cells), scale_b + source)
         cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
 

@@ -56,6 +56,8 @@ class HopperGroupedConfig:
     other_stages  num_stages of the other tiles
     narrow      "rows", FP8 with sums in float32, CTAs that do not share b; of the other tiles if there are such: those of no more than 64
                 rows come last, and each consumer has half of their columns
+    single      "swapped": one group, whose rows a tile has, and no more tiles than clusters: there is no table of groups, and the CTAs that
+                share a tile send each other their sums
     overlap     the grid may be set up while the one before it on the stream ends (programmatic dependent launch)
     """
 
@@ -75,6 +77,7 @@ class HopperGroupedConfig:
     turned: bool = False
     other_stages: int = 0
     narrow: bool = False
+    single: bool = False
     overlap: bool = True
 
     def __str__(self) -> str:
@@ -180,6 +183,8 @@ def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
     tables = 3 if last_halves(problem, config) else 2
     total = config.num_stages * stage + 4 * (tables * table_groups(problem) + 32) + 2 * BARRIER_BYTES
     if config.schedule == "swapped":
+        if config.single and config.split > 1:  # what the others send
+            total += 4 * (width + 4) * -(-config.tile_m // config.split) * config.split
         return total + (width - config.tile_n) * SWIZZLE_BYTES + 4 * config.tile_m * (width + 4)
     if rings(problem, config):
         total += 2 * config.ring * (RING_BYTES + 16) + SWIZZLE_ATOM
@@ -263,6 +268,8 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             return (
                 f"split={config.split}: each CTA needs a k step, and K={problem.K} has {-(-problem.K // config.tile_k)}"
             )
+        if config.single and not _may_be_single(problem, config):
+            return f"single: G={problem.G}, M={problem.M}, and {-(-problem.N // config.tile_n)} tiles: more than a tile of one group"
         if (config.cluster_m, config.cluster_n) != (1, 1):
             return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: swapped tiles are not shared"
     else:
@@ -328,12 +335,25 @@ def with_other(
     other = _deepest(problem, config.other)
     if config.schedule == "rows" and (turned or other_m):
         other = _known(problem, other)
-    return replace(config, other_stages=other.num_stages)
+    return replace(config, other_stages=_in_fours(problem, other) if config.schedule == "swapped" else other.num_stages)
 
 
 def swapped(problem: GroupedProblem, tokens: int, rows: int, split: int = 1) -> HopperGroupedConfig:
     tile_k = SWIZZLE_BYTES // problem.a_dtype.itemsize
-    return _deepest(problem, HopperGroupedConfig(tokens, rows, tile_k, "swapped", split=split))
+    config = HopperGroupedConfig(tokens, rows, tile_k, "swapped", split=split)
+    config = _deepest(problem, replace(config, single=_may_be_single(problem, config)))
+    return replace(config, num_stages=_in_fours(problem, config))
+
+
+def _in_fours(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
+    """Stages, of which SCALE_STEPS have one barrier where tokens are few."""
+    fours = config.num_stages // SCALE_STEPS * SCALE_STEPS
+    return fours if block_scaled(problem) and config.tile_m <= 16 and fours else config.num_stages
+
+
+def _may_be_single(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
+    clusters = (NUM_SMS if config.split <= 2 else FOURS_SMS) // config.split
+    return problem.G == 1 and problem.M <= config.tile_m and -(-problem.N // config.tile_n) <= clusters
 
 
 # By tile_n. Where the ring has room for a whole tile, what it is added to arrives beside its products; else pieces would wait for that.

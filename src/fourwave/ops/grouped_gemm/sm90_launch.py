@@ -106,7 +106,7 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
             ),
             TmaLoader(a_type, config.tile_m, config.tile_k, True, config.num_stages, 1),
             out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.promote, spec.vector, config.overlap,
-            round_cost(config), swapped(config.other) if config.other is not None else None,
+            config.single, round_cost(config), swapped(config.other) if config.other is not None else None,
         )  # fmt: skip
 
     def rows(config: HopperGroupedConfig) -> Any:
@@ -201,6 +201,8 @@ def _executor(spec: GroupedSpecialisation) -> Any:
 def warm_up(problem: GroupedProblem, config: HopperGroupedConfig | None = None) -> None:
     """Have the kernel for `problem` ready, as fourwave.ops.gemm.sm90_launch.warm_up."""
     chosen = _chosen(problem, config)
+    if torch.cuda.is_available():
+        chosen = _on_device(problem, chosen, _num_sms(torch.cuda.current_device()))
     _executor(specialise(problem, chosen, problem.N * problem.out_dtype.itemsize % _chunk(problem, chosen) == 0))
 
 
@@ -255,6 +257,7 @@ def run(problem: GroupedProblem, config: HopperGroupedConfig | None, tensors: Gr
     key = problem, config, device, strides, scale_strides, vector, aligned
     plan = plans.get(key)
     if plan is None:
+        chosen = _on_device(problem, chosen, _num_sms(device))
         if len(plans) >= MAX_PLANS:
             plans.clear()
         executor = _executor(specialise(problem, chosen, vector, aligned))
@@ -287,6 +290,13 @@ def _clusters(problem: GroupedProblem, config: HopperGroupedConfig, num_sms: int
         if form is not None
     )
     return max(1, min(tiles, num_sms // config.cluster_size))
+
+
+def _on_device(problem: GroupedProblem, config: HopperGroupedConfig, num_sms: int) -> HopperGroupedConfig:
+    """config, on a GPU that may have fewer multiprocessors than NUM_SMS: single tiles want a cluster each."""
+    if config.single and _clusters(problem, config, num_sms) < -(-problem.N // config.tile_n):
+        return replace(config, single=False)
+    return config
 
 
 def copies(problem: GroupedProblem, config: HopperGroupedConfig | None, tensors: GroupedTensors) -> list[str]:
