@@ -219,6 +219,12 @@ def test_strided_operands_and_results() -> None:
     assert replace(GroupedCase("forward", (3,), 16, 32), sliced=True).run("native").passed
 
 
+@pytest.mark.parametrize("scaling", [None, "tensor", "row", "1x32"])
+@pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad"])
+def test_native_is_within_the_bound(kind: str, scaling: str | None) -> None:
+    assert GroupedCase(kind, (5, 130, 0, 1), 136, 264, scaling=scaling, extra=3).run("native").passed
+
+
 def test_preshuffled_cannot_be_read_transposed() -> None:
     with pytest.raises(ValueError, match="trans_b=False"):
         fw.grouped_gemm(

@@ -182,7 +182,7 @@ class GroupedCase:
         if scaling == "1x32":
             name = "mxfp8_e4m3"
         else:
-            name = {"tensor": "fp8_e4m3", "1x128": "fp8_1x128", "128x128": "fp8_128x128"}[scaling]
+            name = {"tensor": "fp8_e4m3", "row": "fp8_row", "1x128": "fp8_1x128", "128x128": "fp8_128x128"}[scaling]
         codec = FORMATS[name].code_format(self.fnuz and scaling != "1x32")
         assert codec.torch_dtype is not None
         sign = torch.where(torch.rand(rows, k, generator=generator) < 0.5, -1.0, 1.0).double()
