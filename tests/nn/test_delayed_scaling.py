@@ -638,9 +638,8 @@ def test_evaluation_between_forward_and_backward(kind: str, without: dict[str, t
         net = Net()
         with fw.autocast(recipe=recipe):
             loss = net(data(1, 6, 32).requires_grad_(), run, 2).square().mean()
-        if kind == "fourwave":
-            with torch.no_grad(), fw.autocast(recipe=R.MXFP8()):
-                net(data(2, 6, 32), plain, 2)
+        with torch.no_grad(), fw.autocast(recipe=R.MXFP8()):
+            net(data(2, 6, 32), plain, 2)
         loss.backward()
         results.append({n: p.grad for n, p in net.named_parameters() if p.grad is not None} | state(net))
     same(*results)
@@ -860,3 +859,48 @@ def test_scales_and_codes_are_of_one_format(monkeypatch: pytest.MonkeyPatch) -> 
         assert float(scale) == pytest.approx(float(t.abs().max()) / 240, rel=1e-6)
     exact = torch.nn.functional.linear(x, linear.weight, linear.bias)
     assert float((y - exact).norm() / exact.norm()) < 0.06
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("between", [None, R.MXFP4(), R.CurrentScaling(), R.DelayedScaling()], ids=str)
+def test_an_evaluation_by_another_recipe_between_forward_and_backward(between: Any, reentrant: bool) -> None:
+    """A reference's, say: what is computed again goes by the recipe of its first run."""
+    linear = fw.nn.Linear(32, 32)
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    found = []
+    for checkpointed in (False, True):
+        with fw.autocast(recipe=R.MXFP8()):
+            y = torch.utils.checkpoint.checkpoint(linear, x, use_reentrant=reentrant) if checkpointed else linear(x)
+        with torch.no_grad(), fw.autocast(enabled=between is not None, recipe=between):
+            linear(x)
+        found.append((*_backward(y, x), y))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_a_checkpointed_function_runs_without_gradients_goes_by_its_recipe(reentrant: bool) -> None:
+    """Although the module ran with gradients before, by another one."""
+    gate, linear = fw.nn.Linear(32, 32), fw.nn.Linear(32, 32)
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+    def gated(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            factor = gate(x)
+        return linear(x) * factor
+
+    with fw.autocast(recipe=R.MXFP4()):
+        gate(x).sum().backward()
+    found = []
+    for checkpointed in (False, True):
+        with fw.autocast(recipe=R.MXFP8()):
+            y = torch.utils.checkpoint.checkpoint(gated, x, use_reentrant=reentrant) if checkpointed else gated(x)
+        found.append((*_backward(y, x), y))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def _backward(y: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The gradient of x, which reentrant checkpoints do not give to torch.autograd.grad."""
+    x.grad = None
+    y.square().sum().backward()
+    assert x.grad is not None
+    return (x.grad,)

@@ -95,14 +95,17 @@ class QuantizedModule(nn.Module):
 
     def _forget(self) -> None:
         """What belongs to this process and is neither saved nor copied."""
-        self._last: context.Region | None = None  # region of the last call outside a backward pass
+        # Regions of the last calls outside a backward pass, which a recomputation finds again: of those that it runs with gradients, and of
+        # those without. An evaluation between forward and backward pass, of a reference say, is among the latter.
+        self._last: context.Region | None = None
+        self._last_without: context.Region | None = None
         self._step: Any = None  # step of the last recorded training call
         self._evaluated: EvaluationScales | None = None
         self._captured = False  # a training step in a CUDA graph, whose replay moves no version counter
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_last", "_step", "_evaluated"):
+        for name in ("_last", "_last_without", "_step", "_evaluated"):
             state[name] = None
         state["_captured"] = False
         return state
@@ -162,14 +165,19 @@ class QuantizedModule(nn.Module):
                 f"{type(self).__name__} does not run under transforms of torch.func (grad, vjp, vmap, ...): between forward and backward "
                 "pass it keeps quantized operands, which they do not carry. torch.func.functional_call and backward() work"
             )
-        region = context.active(self._last)
+        grad = torch.is_grad_enabled()
+        region = context.active(self._last if grad else self._last_without)
         if region is None:
             if self._plan is None:
                 return Step(UNQUANTIZED, backend=select.requested(None)[0])
             region = context.Region(self._plan)
         recomputed = context.in_backward()
+        reentrant = not grad and not recomputed and context.in_reentrant_checkpoint()
         if not recomputed:
-            self._last = region
+            if grad or reentrant:
+                self._last = region
+            if not grad:
+                self._last_without = region
         plan = region.plan
         backend = select.requested(None)[0]
         fnuz = _fnuz(device, backend)
@@ -177,9 +185,7 @@ class QuantizedModule(nn.Module):
         if stateful is None:
             return Step(plan, fnuz=fnuz, backend=backend, seed=self._make_seed(device) if plan.stochastic else None)
         # Calibrating is done without gradients, too.
-        trains = not recomputed and (
-            torch.is_grad_enabled() or region.observe is not None or context.in_reentrant_checkpoint()
-        )
+        trains = reentrant or (not recomputed and (grad or region.observe is not None))
         if trains or self.delayed_scale is None:
             self._allocate(stateful.history, device)
         assert self.delayed_scale is not None and self.delayed_amax_history is not None

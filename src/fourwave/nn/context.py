@@ -221,7 +221,7 @@ def in_reentrant_checkpoint() -> bool:
     `first_run` says so; PyTorch does not: the frame of its function is looked for on the stack. Of an evaluation, or where no input wants a
     gradient, the function has no edges, and nothing will run again; those within another one have none either.
     """
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     if _FIRST_RUN.get():
         return True
