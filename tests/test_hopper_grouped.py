@@ -54,6 +54,7 @@ def problem(G: int = 8, M: int = 1024, N: int = 2048, K: int = 7168) -> GroupedP
         ({"cluster_n": 4}, "1 or 2 CTAs"),
         ({"cluster_n": 2, "cluster_m": 2}, "1 or 2 CTAs"),
         ({"tile_m": 256, "cluster_m": 2, "num_stages": 4}, "of 128 only"),
+        ({"tile_n": 80, "late": True}, "late: "),
         ({"split": 2}, "only a swapped tile"),
         ({"schedule": "pingpong"}, "rows and swapped"),
         ({"schedule": "swapped", "tile_m": 136}, "up to 128"),
@@ -145,7 +146,7 @@ def test_kernels_compile_without_a_gpu() -> None:
     wgrad = GroupedProblem(8, 512, 1024, 4096, "reduction", "NT", BF16, BF16, FP32, None, True, device_type="cuda")
     blocks = replace(wgrad, layout="TN", a_dtype=E4M3, b_dtype=E4M3, a_scaling="1x128", b_scaling="1x128")
     for config_problem, config in (
-        (p, swapped(p, 16, 80)), (p, rows_tile(p, 256, 128, 2)), (p, rows_tile(p, 128, 112, 1, 2)),
+        (p, swapped(p, 16, 80)), (p, rows_tile(p, 256, 128, 2)), (p, rows_tile(p, 128, 112, 1, 2)), (p, rows_tile(p, 128, 192, 1, 2, late=True)),
         (p, with_other(p, rows_tile(p, 128, 80, 2), 128)), (p, replace(with_other(p, rows_tile(p, 256, 128), 192, 128), narrow=True)),
         (p, replace(with_other(p, rows_tile(p, 128, 160, 1, 2), 192, turned=True), narrow=True)), (p, with_other(p, swapped(p, 16, 80), 0, 48)), (row, rows_tile(row, 128, 144)),
         (replace(row, fast_accum=True), swapped(row, 16, 80)), (sixteen, swapped(sixteen, 16, 80, 2)), (sixteen, rows_tile(sixteen, 128, 256, 2)),
@@ -281,6 +282,39 @@ def test_steps_of_a_tile(shape: tuple[int, ...], K: int, num_stages: int, scalin
     p = case.problem("cuda")
     deepest = rows_tile(p, *shape)
     run_case(case, replace(deepest, num_stages=min(num_stages, deepest.num_stages)))
+
+
+@on_gpu
+@pytest.mark.parametrize(("out_dtype", "bias_dtype", "layout"), [(BF16, None, "groups"), (FP16, FP32, "rows")])
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("tile_n", [64, 128, 192])
+@pytest.mark.parametrize("K", [512, 2000])
+def test_tiles_that_are_stored_late(
+    K: int, tile_n: int, cluster: tuple[int, int], out_dtype: torch.dtype, bias_dtype: torch.dtype | None, layout: str
+) -> None:
+    """Groups that end within a warp's 16 rows and with them, a pair's second CTA without rows, columns past the last, more tiles than CTAs."""
+    sizes = (70, 1, 0, 333, 129, 500, 128, 256, 16, 48, 1000)
+    case = replace(BLOCKS, sizes=sizes, N=2000, K=K, scale_layout=layout, out_dtype=out_dtype, bias_dtype=bias_dtype)
+    p = case.problem("cuda")
+    run_case(case, rows_tile(p, 128, tile_n, *cluster, late=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("sizes", [(256, 256, 512), (70, 1, 0, 333, 129, 500)], ids=["even", "uneven"])
+def test_tiles_that_are_stored_late_or_others(sizes: tuple[int, ...]) -> None:
+    case = replace(BLOCKS, sizes=sizes, N=2000, K=1000)
+    p = case.problem("cuda")
+    config = with_other(p, rows_tile(p, 128, 192, 1, 2, late=True), turned=True)
+    assert config.late
+    run_case(case, replace(config, narrow=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("late", [False, True])
+def test_results_that_begin_anywhere(late: bool) -> None:
+    """Rows of out at multiples of 2 bytes: whatever the configuration says, TMA cannot store those."""
+    case = replace(BLOCKS, sizes=(70, 129), N=201, K=512)
+    run_case(case, rows_tile(case.problem("cuda"), 128, 192, late=late))
 
 
 @on_gpu

@@ -38,6 +38,7 @@ from cutlass.memory import SmemAllocator
 
 from fourwave.blocks.cutedsl import groups
 from fourwave.blocks.cutedsl import mma as mma_block
+from fourwave.blocks.cutedsl.epilogue import BUFFER_BYTES, Epilogue
 from fourwave.blocks.cutedsl.loaders import SCALE_STEPS, SWIZZLE_BYTES, TmaLoader
 from fourwave.blocks.cutedsl.mma import WARPGROUP
 from fourwave.blocks.cutedsl.rows_store import RowsStore
@@ -104,6 +105,8 @@ class GroupedGemm:
     vector      N, rows of out and their starts are multiples of 16 bytes
     whole       a tile has a multiple of SCALE_STEPS steps
     narrow      tiles of no more than 64 rows: both consumers have those, each half of the columns
+    late        a tile is stored while the next one's first products run, by TMA where all of a warp's 16 rows are the group's own: one half,
+                not narrow, scales of blocks, SCALE_STEPS steps at least
     other       a GroupedGemm with other tiles in clusters of as many CTAs, or None: the kernel takes what needs less time for the groups
                 that there are, were a round of tiles to take `cost`
     """
@@ -129,6 +132,7 @@ class GroupedGemm:
     along: str = "n"
     whole: bool = False
     narrow: bool = False
+    late: bool = False
     cost: int = 0
     other: Any = None
 
@@ -173,8 +177,24 @@ class GroupedGemm:
     @property
     def writer(self) -> RowsStore:
         return RowsStore(
-            self.out_dtype, self.bias_dtype, self.b_scaling == "row", self.vector, columns=self.store_columns
+            self.out_dtype,
+            self.bias_dtype,
+            self.b_scaling == "row",
+            self.vector,
+            columns=32 if self.late else self.store_columns,
         )
+
+    @property
+    def epilogue(self) -> Epilogue:
+        """Of tiles that are stored late."""
+        return Epilogue(self.out_dtype, self.bias_dtype, None, False, self.tile_n // 64, False, False, by_warp=True)
+
+    @property
+    def out_bytes(self) -> int:
+        """Of shared memory, for results on their way out."""
+        if self.late:
+            return 2 * self.epilogue.buffers * BUFFER_BYTES
+        return 8 * self.writer.elements * self.out_dtype.width // 8  # type: ignore[attr-defined]
 
     @cute.jit
     def __call__(
@@ -199,8 +219,13 @@ class GroupedGemm:
         if cutlass.const_expr(self.blocks and self.scales.kind == "quads"):
             k_blocks = cute.ceil_div(K, self.loader_a.tile_k)
             tma_scale, coordinates_scale = self.scales.quad_tma(scale_a, M, k_blocks)
+        tma_out, coordinates_out = tma_a, coordinates_a
+        for form in self.forms:
+            if cutlass.const_expr(form.late):
+                output = form.epilogue.out
+                tma_out, coordinates_out = output.tma(output.matrix(out, M, N, out_stride))
         self.kernel(
-            tma_a, coordinates_a, tma_b, coordinates_b, *other_a, *other_b, *thin_a, tma_scale, coordinates_scale, out, bias, scale_a, scale_b, sizes, G, M, N, K,
+            tma_out, coordinates_out, tma_a, coordinates_a, tma_b, coordinates_b, *other_a, *other_b, *thin_a, tma_scale, coordinates_scale, out, bias, scale_a, scale_b, sizes, G, M, N, K,
             out_stride, scale_g, scale_n, scale_k, band,
         ).launch(
             grid=(clusters * self.share, 1, 1),
@@ -213,7 +238,7 @@ class GroupedGemm:
 
     @cute.kernel
     def kernel(
-        self, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
+        self, tma_out: cute.CopyAtom, coordinates_out: cute.Tensor, tma_a: cute.CopyAtom, coordinates_a: cute.Tensor, tma_b: cute.CopyAtom, coordinates_b: cute.Tensor,
         other_tma_a: cute.CopyAtom, other_coordinates_a: cute.Tensor, other_tma_b: cute.CopyAtom, other_coordinates_b: cute.Tensor,
         thin_tma_a: cute.CopyAtom, thin_coordinates_a: cute.Tensor, tma_scale: cute.CopyAtom, coordinates_scale: cute.Tensor,
         out: cute.Pointer, bias: cute.Pointer, scale_a: cute.Pointer, scale_b: cute.Pointer, sizes: cute.Pointer, G: Int32, M: Int32, N: Int32, K: Int32, out_stride: Int64, scale_g: Int32, scale_n: Int32, scale_k: Int32,
@@ -225,7 +250,6 @@ class GroupedGemm:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if cutlass.const_expr(self.overlap):
             cute.arch.griddepcontrol_launch_dependents()
-        writer = self.writer
         num_stages = max(form.num_stages for form in forms)
 
         @cute.struct
@@ -237,7 +261,10 @@ class GroupedGemm:
                 Int32, self.groups * (2 if any(form.last_halves for form in forms) else 1) + 32
             ]
             stages: cute.struct.Align[cute.struct.MemRange[Uint8, max(form.places[-1] for form in forms)], SMEM_ALIGN]
-            out: cute.struct.Align[cute.struct.MemRange[self.out_dtype, 8 * writer.elements], 16]
+            out: cute.struct.Align[
+                cute.struct.MemRange[Uint8, max(form.out_bytes for form in forms)],
+                SMEM_ALIGN if any(form.late for form in forms) else 16,
+            ]
             choice: cute.struct.MemRange[Int32, 1]
 
         size = Storage.size_in_bytes()  # type: ignore[attr-defined]
@@ -297,12 +324,12 @@ class GroupedGemm:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = warpgroup_index - 1
-            buffer = storage.out.data_ptr() + (warp - 4) * writer.elements
+            buffer = storage.out.data_ptr()
             if chosen == 0:
-                self.consume(work, buffer, consumer, thread % WARPGROUP)
+                self.consume(work, buffer, consumer, thread % WARPGROUP, tma_out, coordinates_out)
             if cutlass.const_expr(self.other is not None):
                 if chosen == 1:
-                    self.other.consume(work, buffer, consumer, thread % WARPGROUP)
+                    self.other.consume(work, buffer, consumer, thread % WARPGROUP, tma_out, coordinates_out)
             groups.clear_rows(
                 out,
                 out_stride,
@@ -547,8 +574,10 @@ class GroupedGemm:
                 write.advance()
 
     @cute.jit
-    def consume(self, work, buffer: cute.Pointer, consumer: Int32, thread: Int32):
-        """A consumer warpgroup. work: a Problem; buffer: this warp's, for what it stores."""
+    def consume(
+        self, work, buffer: cute.Pointer, consumer: Int32, thread: Int32, tma_out: cute.CopyAtom, coordinates_out: cute.Tensor
+    ):  # fmt: skip
+        """A consumer warpgroup. work: a Problem; buffer: of all warps, for what they store."""
         loader_a, halves, slots = self.loader_a, self.halves, self.scales
         full, empty, k_tiles, lane = work.full, work.empty, work.k_tiles, thread % 32
         smem_a, smem_b, told, row_scales, column_scales = self.buffers(work.stages)
@@ -573,6 +602,26 @@ class GroupedGemm:
         per_half = ROWS * self.tile_n // WARPGROUP
         total = cute.make_rmem_tensor(per_half * halves, Float32)
         stage, phase, slot = Int32(0), Int32(0), Int32(0)
+        if cutlass.const_expr(not self.late):
+            buffer = (
+                cute.recast_ptr(buffer, dtype=self.out_dtype) + (4 * consumer + thread // 32) * self.writer.elements
+            )
+        else:
+            # What is in `total` waits for the next tile's first products, or for the end: where it belongs, and whether TMA stores it.
+            total = cute.make_rmem_tensor(mma.partition_shape_C((ROWS, self.tile_n)), Float32)
+            total.fill(0.0)
+            last_row, last_n0, last_g, waits = Int32(0), Int32(0), Int32(0), Int32(0)
+            epilogue = self.epilogue
+            layout = epilogue.out.smem_layout(2 * epilogue.buffers)
+            every = cute.make_tensor(cute.recast_ptr(buffer, layout.inner, dtype=self.out_dtype), layout.outer)
+            own_out = cute.local_tile(every, (ROWS, epilogue.out.columns, epilogue.buffers), (0, 0, consumer)), None
+            ones = cute.make_rmem_tensor((2, 1), Float32)
+            ones.fill(1.0)
+            warp = cute.arch.make_warp_uniform(thread // 32)
+            # Of this warp: its rows of the first piece.
+            buffer = cute.recast_ptr(
+                buffer + (consumer * epilogue.buffers * BUFFER_BYTES + warp * (BUFFER_BYTES // 4)), dtype=self.out_dtype
+            )
         for _ in cutlass.range(work.count, unroll=1):
             cute.arch.mbarrier_wait(full + stage, phase)
             row0, end, n0, g, start = self.hear(told + TOLD * stage)
@@ -598,7 +647,27 @@ class GroupedGemm:
                         2, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer,
                         thread,
                     )  # fmt: skip
-            if (left <= HALF) | (halves == 1):
+            if cutlass.const_expr(self.late):
+                if left > 0:
+                    arguments = (
+                        total, mma, own_out, (tma_out, None), (cute.domain_offset((last_row, 0), coordinates_out), None),
+                        work.bias + last_g * work.N, work.bias, Int32(0), work.N, ones, Int32(0), last_n0, thread, warp, consumer, None, None,
+                    )  # fmt: skip
+                    stage, phase = self.multiply(
+                        1, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer, thread,
+                        unfinished=(epilogue, arguments, waits > 0),
+                    )  # fmt: skip
+                    last_row, last_n0, last_g, waits = row0 + consumer * ROWS, n0, g, Int32(0)
+                    if last_row + warp * 16 + 16 <= end:
+                        waits = Int32(1)
+                    elif last_row + warp * 16 < end:
+                        # A neighbour has the other rows. TMA must have read what was in the buffer.
+                        cute.arch.cp_async_bulk_wait_group(0, read=True)
+                        cute.arch.sync_warp()
+                        self.store(work, total, 0, row0, end, n0, g, buffer, consumer, thread)
+                else:
+                    stage, phase = self.pass_by(full, empty, stage, phase, k_tiles, thread)
+            elif (left <= HALF) | (halves == 1):
                 if left > least:
                     stage, phase = self.multiply(
                         1, full, empty, stage, phase, total, operand_a, operand_b, halves_a, k_tiles, reader, slot, consumer,
@@ -607,12 +676,19 @@ class GroupedGemm:
                 elif left <= 0:
                     stage, phase = self.pass_by(full, empty, stage, phase, k_tiles, thread)
             slot = (slot + cute.ceil_div(k_tiles, SCALE_STEPS)) % slots.slots
-            for half in cutlass.range_constexpr(halves):
+            for half in cutlass.range_constexpr(0 if self.late else halves):
                 if (row0 + half * HALF + consumer * ROWS < end) & (left > least):
                     self.store(work, total, half, row0, end, n0, g, buffer, consumer, thread)
             if cutlass.const_expr(self.narrow):
                 if (left > 0) & (left <= ROWS):
                     self.store(work, total, 0, row0, end, n0, g, buffer, consumer, thread, True)
+        if cutlass.const_expr(self.late):
+            epilogue.store(
+                total, mma, own_out, (tma_out, None), (cute.domain_offset((last_row, 0), coordinates_out), None),
+                work.bias + last_g * work.N, work.bias, Int32(0), work.N, ones, Int32(0), last_n0, thread, warp, consumer, None, None,
+                waits > 0,
+            )  # fmt: skip
+            epilogue.drain(thread)
 
     @cute.jit
     def store(
@@ -697,9 +773,10 @@ class GroupedGemm:
     def multiply(
         self, live: cutlass.Constexpr, full: cute.Pointer, empty: cute.Pointer, stage: Int32, phase: Int32, total: cute.Tensor,
         a: cute.Tensor, b: cute.Tensor, halves_a: tuple, k_tiles: Int32, reader, slot: Int32, consumer: Int32, thread: Int32,
-        thin_b: cutlass.Constexpr = None,
+        thin_b: cutlass.Constexpr = None, unfinished=None,
     ):  # fmt: skip
-        """total = a @ b of a tile's first `live` halves; returns the next stage and its phase. thin_b: half of b's columns, instead of b."""
+        """total = a @ b of a tile's first `live` halves; returns the next stage and its phase. thin_b: half of b's columns, instead of b;
+        unfinished: as accumulate_promoted."""
         per_half = ROWS * self.tile_n // WARPGROUP
         # Its own: what one branch sets in it must not be seen in the other.
         mma = self.mma()
@@ -714,7 +791,7 @@ class GroupedGemm:
                 of_b, columns, mma_of = thin_b, self.tile_n // 2, self.thin_mma
             read = mma_block.accumulate_promoted(
                 pipe, read, mma_of, total, halves_a[:live], (of_b,), columns, k_tiles, reader, slot, self.stagger, consumer,
-                BEHIND, tail=not self.whole,
+                BEHIND, tail=not self.whole, behind=self.late, unfinished=unfinished,
             )  # fmt: skip
             stage, phase = read.index, read.phase
         else:

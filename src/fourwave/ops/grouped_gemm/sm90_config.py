@@ -58,6 +58,8 @@ class HopperGroupedConfig:
                 rows come last, and each consumer has half of their columns
     single      "swapped": one group, whose rows a tile has, and no more tiles than clusters: there is no table of groups, and the CTAs that
                 share a tile send each other their sums
+    late        "rows", tiles of 128 rows whose scales of blocks are of a multiple of four steps: one is stored while the next one's first products
+                run; not of the other tiles
     overlap     the grid may be set up while the one before it on the stream ends (programmatic dependent launch)
     """
 
@@ -78,6 +80,7 @@ class HopperGroupedConfig:
     other_stages: int = 0
     narrow: bool = False
     single: bool = False
+    late: bool = False
     overlap: bool = True
 
     def __str__(self) -> str:
@@ -88,6 +91,8 @@ class HopperGroupedConfig:
             more += f"/{self.cluster_n}x{self.cluster_m}"
         if self.narrow:
             more += ", narrow"
+        if self.late:
+            more += ", late"
         tile_n = f"{self.tile_n}/{self.other_n}" if self.other_n else f"{self.tile_n}"
         tile_m = f"{self.tile_m}/{self.other_m}" if self.other_m else f"{self.tile_m}"
         return f"{tile_m}x{tile_n}x{self.tile_k} {self.schedule}, {self.num_stages} stages, {more}"
@@ -100,7 +105,7 @@ class HopperGroupedConfig:
         cluster = (self.cluster_n, self.cluster_m) if self.turned else (self.cluster_m, self.cluster_n)
         return replace(
             self, tile_n=self.other_n or self.tile_n, tile_m=self.other_m or self.tile_m, num_stages=self.other_stages, other_n=0,
-            other_m=0, turned=False, other_stages=0, cluster_m=cluster[0], cluster_n=cluster[1],
+            other_m=0, turned=False, late=False, other_stages=0, cluster_m=cluster[0], cluster_n=cluster[1],
         )  # fmt: skip
 
     @property
@@ -165,9 +170,18 @@ def store_columns(problem: GroupedProblem) -> int:
     return 64 if table_groups(problem) == TABLES[0] else 32
 
 
+def _out_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
+    """Of shared memory, for results of 16-bit types on their way out."""
+    if config.late:
+        return 2 * WAVE_ROWS * config.tile_n + SWIZZLE_ATOM
+    return 2 * WAVE_ROWS * (store_columns(problem) + 8) if problem.out_dtype.itemsize == 2 else 0
+
+
 def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
     if (other := config.other) is not None:
-        return max(smem_bytes(problem, replace(config, other_n=0, other_m=0, turned=False)), smem_bytes(problem, other))
+        own = smem_bytes(problem, replace(config, other_n=0, other_m=0, turned=False))
+        # One place for the stages of either, one for the results of either.
+        return max(own, smem_bytes(problem, other) + max(0, _out_bytes(problem, config) - _out_bytes(problem, other)))
     width = -(-config.tile_n // 64) * 64
     stage = (config.tile_m + config.tile_n) * SWIZZLE_BYTES
     slots = 0
@@ -188,8 +202,7 @@ def smem_bytes(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
         return total + (width - config.tile_n) * SWIZZLE_BYTES + 4 * config.tile_m * (width + 4)
     if rings(problem, config):
         total += 2 * config.ring * (RING_BYTES + 16) + SWIZZLE_ATOM
-    if problem.out_dtype.itemsize == 2:
-        total += 2 * WAVE_ROWS * (store_columns(problem) + 8)
+    total += _out_bytes(problem, config)
     if config.schedule == "rows" and problem.split == ROWS:
         total += 32 * config.num_stages  # what the producer tells
     return total + slots
@@ -288,6 +301,8 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: 1 or 2 CTAs share a's tiles or b's, not both"
         if is_narrow(config) and (not promotes(problem) or config.tile_n % 32 or config.cluster_m > 1):
             return "narrow: of FP8 with sums in float32, with columns in multiples of 32 and CTAs that do not share b"
+        if config.late and not _can_be_late(problem, config):
+            return "late: of 128 rows by multiples of 64 columns, scales of blocks by row or by group, multiples of 512 of K, 16-bit results"
         if config.cluster_m > 1 and config.tile_m > WAVE_ROWS:
             return f"cluster_m={config.cluster_m} of tiles of {config.tile_m} rows: b is shared by tiles of {WAVE_ROWS} only"
         if config.split != 1:
@@ -301,6 +316,18 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
     if smem > SMEM_BYTES:
         return f"{smem} bytes of shared memory: a CTA has {SMEM_BYTES}"
     return None
+
+
+def _can_be_late(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
+    return (
+        bulk_scales(problem, config) is not None
+        and whole_steps(problem)
+        and problem.split == ROWS
+        and problem.out_dtype.itemsize == 2
+        and config.tile_m == WAVE_ROWS
+        and config.tile_n % 64 == 0
+        and not is_narrow(config)
+    )
 
 
 _TOKENS = (8, 16, 32, 64, 128)  # of a swapped tile
@@ -335,7 +362,9 @@ def with_other(
     other = _deepest(problem, config.other)
     if config.schedule == "rows" and (turned or other_m):
         other = _known(problem, other)
-    return replace(config, other_stages=_in_fours(problem, other) if config.schedule == "swapped" else other.num_stages)
+    stages = _in_fours(problem, other) if config.schedule == "swapped" else other.num_stages
+    config = replace(config, other_stages=stages)
+    return replace(config, late=config.late and smem_bytes(problem, config) <= SMEM_BYTES)
 
 
 def swapped(problem: GroupedProblem, tokens: int, rows: int, split: int = 1) -> HopperGroupedConfig:
@@ -371,7 +400,12 @@ def rows_tile(
     config = _deepest(
         problem, HopperGroupedConfig(tile_m, tile_n, tile_k, "rows", cluster_n=cluster_n, cluster_m=cluster_m, **more)
     )
-    return _known(problem, config)
+    config = _known(problem, config)
+    if bulk_scales(problem, config) == "quads" and tile_n == 192 and _can_be_late(problem, config):
+        # Not where its buffers leave room for fewer stages; nor with "strips", where it was slower.
+        late = _known(problem, _deepest(problem, replace(config, late=True)))
+        config = late if late.num_stages == config.num_stages else config
+    return config
 
 
 @functools.lru_cache(maxsize=4096)
@@ -424,6 +458,10 @@ _SMEM_BYTES_PER_CYCLE = 128
 _L2_BYTES_PER_CYCLE = 46  # per SM, where all read
 _TURN_SECONDS = 0.3e-6
 _ROWS_TURN_SECONDS, _PROMOTED_TURN_SECONDS = 2.4e-6, 1.2e-6
+_HALVES_TURN_SECONDS, _MANY_TURNS = (
+    0.25e-6,
+    16,
+)  # of a promoted tile of 256 rows, more, where there are more turns than this
 _UNKNOWN_STAGES = 1.03  # of a tile of 256 rows, where the compiler does not know where a stage is
 # Of the store's time that out's bytes allow: what a tile's products do not hide, and what it takes where there are few.
 _STORE_LOADED = 0.9, 1.2
@@ -491,6 +529,8 @@ def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
         multiply = live * -(-k_bytes // SWIZZLE_BYTES) * step_seconds(config)
         if promotes(problem):
             turn = _PROMOTED_TURN_SECONDS * (1 + 1 / turns)  # once more at the start
+            if config.tile_m > WAVE_ROWS and turns > _MANY_TURNS:
+                turn += _HALVES_TURN_SECONDS
             if config.tile_m > WAVE_ROWS and not whole_steps(problem):
                 multiply *= _UNKNOWN_STAGES
         else:

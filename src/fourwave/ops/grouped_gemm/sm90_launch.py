@@ -117,7 +117,7 @@ def compile_kernel(spec: GroupedSpecialisation, *, keep: bool = False) -> Any:
             StackedLoader(b_type, config.tile_n, config.tile_k, k_last, config.num_stages, config.cluster_m),
             out_type, bias_type, spec.a_scaling, spec.b_scaling, spec.by_group, spec.bulk, spec.promote, spec.vector, config.overlap,
             spec.last_halves and (config.tile_m * config.cluster_m > 128 or narrow), spec.store_columns, "m" if config.cluster_m > 1 else "n",
-            spec.whole, narrow, round_cost(config), rows(config.other) if config.other is not None else None,
+            spec.whole, narrow, config.late and spec.vector and spec.bulk, round_cost(config), rows(config.other) if config.other is not None else None,
         )  # fmt: skip
 
     if config.schedule == "swapped":
