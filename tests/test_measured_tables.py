@@ -551,7 +551,9 @@ def first_tile(config: str) -> str:
     """Of a kernel that has two; few rows have other numbers of stages since."""
     if "swapped" in config:
         config = re.sub(r", \d+ stages", "", config)
-    return re.sub(r"/\d+", "", re.sub(r"(cluster \dx\d)/\dx\d", r"\1", config.removesuffix(", narrow")))
+    return re.sub(
+        r"/\d+", "", re.sub(r"(cluster \dx\d)/\dx\d", r"\1", config.removesuffix(", late").removesuffix(", narrow"))
+    )
 
 
 def test_grouped_tiles() -> None:

@@ -13,7 +13,8 @@ group's end belong to a neighbour: they are multiplied, each by itself, and not 
 neither loaded nor multiplied, nor does a pair's second CTA multiply where it has none. Of no more than 64 rows each consumer takes half of the
 columns (`narrow`).
 
-Producer: find a tile, tell the consumers with its first stage which it is. For every k step: wait until the stage is empty, TMA all tiles into it; with every fourth, the scales of
+Producer: find a tile (with scales of blocks by copy engines, while the one before is loaded: `ahead`), tell the consumers with its first stage
+which it is. For every k step: wait until the stage is empty, TMA all tiles into it; with every fourth, the scales of
 four steps (blocks.cutedsl.stacked.SlotScales).
 Consumer: for every half issue the products of a stage, wait for them, and with `promote` add them, times their scales, to float32
 sums; meanwhile the other consumer's products run (blocks.cutedsl.mma.accumulate_promoted, as in the dense kernel).
@@ -173,6 +174,11 @@ class GroupedGemm:
     def words(self) -> bool:
         """Whether cp.async brings scales, whose arrival each lane of the producer announces."""
         return self.blocks and not self.bulk
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the producer finds a tile while it fills the stages of the one before."""
+        return self.blocks and self.bulk
 
     @property
     def writer(self) -> RowsStore:
@@ -455,14 +461,17 @@ class GroupedGemm:
         slot = Int32(0)
         begun = cute.make_rmem_tensor(slots.slots, Int32)
         begun.fill(-self.num_stages)
+        cells = Float32(0.0)
+        g, start, end, m_tile, n_tile = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        # Of the next tile: a find and a load from far away take longer than a step, and stages are to be filled meanwhile.
+        coming = part, g, start, end, m_tile, n_tile, cells
+        if cutlass.const_expr(self.ahead):
+            if work.count > 0:
+                coming = self.begin(work, Int32(0), part, lane)
         for turn in cutlass.range(work.count, unroll=1):
-            tile = self.tile_in(self.round_of(work, turn), work.tile, work.clusters)
-            if cutlass.const_expr(self.mixes):
-                part = Int32(0)
-                if tile >= work.large:
-                    part = groups.rest(work.G)
-            part = groups.find(work.tile_end, tile, part, lane)
-            g, start, end, m_tile, n_tile = self.place(work, part, tile)
+            if cutlass.const_expr(not self.ahead):
+                coming = self.begin(work, turn, part, lane)
+            part, g, start, end, m_tile, n_tile, cells = coming
             row0 = start + m_tile * self.cluster_rows
             if cutlass.const_expr(self.pair):
                 row0 += rank * tile_m
@@ -489,13 +498,9 @@ class GroupedGemm:
             strip, rows = first + (top - start) * stride, cutlass.min(end - top, tile_m)
             first_b = g * work.scale_g
             places = cute.make_rmem_tensor(1, Int32)
-            cells = Float32(0.0)
             if cutlass.const_expr(self.words):
                 places = BlockScales(tile_m, 0).places(top, end, start, stride, first, lane)
             if cutlass.const_expr(self.blocks):
-                cells = slots.fetch_columns(
-                    scale_b, first_b, n_tile * self.tile_n, N, scale_n, scale_k, Int32(0), k_tiles, lane
-                )
                 if cutlass.const_expr(slots.kind == "quads"):
                     shared_scale, global_scale = slots.quad_partition(scale_tma[0], scale_tma[1], row_scales, row0)
             for k in cutlass.range(k_tiles, unroll=1):
@@ -511,8 +516,6 @@ class GroupedGemm:
                             slots.wait(empty, begun, write.count)
                         if cutlass.const_expr(slots.kind == "quads"):
                             arriving += 4 * slots.row_elements
-                        if cutlass.const_expr(slots.kind == "strips"):
-                            arriving += slots.strips_bytes(rows, strip + along * k, along, k_tiles - k)
                 with cute.arch.elect_one():
                     if k == 0:
                         self.tell(told + TOLD * write.index, (row0, end, n_tile * self.tile_n, g, start))
@@ -521,20 +524,6 @@ class GroupedGemm:
                         cute.arch.mbarrier_expect_tx(barrier, arriving)
                     else:
                         cute.arch.mbarrier_arrive_and_expect_tx(barrier, arriving)
-                if cutlass.const_expr(self.blocks):
-                    if k % SCALE_STEPS == 0:
-                        if cutlass.const_expr(slots.kind == "quads"):
-                            cute.copy(
-                                scale_tma[0], global_scale[(None, 0, k // SCALE_STEPS)], shared_scale[(None, slot)],
-                                tma_bar_ptr=barrier,
-                            )  # fmt: skip
-                        elif cutlass.const_expr(slots.kind == "strips"):
-                            with cute.arch.elect_one():
-                                slots.bring_strips(
-                                    row_scales, slot, scale_a, rows, strip + along * k, along, k_tiles - k, barrier,
-                                )  # fmt: skip
-                        else:
-                            slots.bring_words(row_scales, slot, scale_a, places, along, k, k_tiles, lane)
                 if cutlass.const_expr(self.narrow):
                     if end - row0 <= ROWS:
                         cute.copy(
@@ -560,7 +549,23 @@ class GroupedGemm:
                     mcast_mask=mask_b,
                 )  # fmt: skip
                 if cutlass.const_expr(self.blocks):
+                    # Behind a's and b's, which take longer.
                     if k % SCALE_STEPS == 0:
+                        if cutlass.const_expr(slots.kind == "quads"):
+                            cute.copy(
+                                scale_tma[0], global_scale[(None, 0, k // SCALE_STEPS)], shared_scale[(None, slot)],
+                                tma_bar_ptr=barrier,
+                            )  # fmt: skip
+                        elif cutlass.const_expr(slots.kind == "strips"):
+                            with cute.arch.elect_one():
+                                cute.arch.mbarrier_expect_tx(
+                                    barrier, slots.strips_bytes(rows, strip + along * k, along, k_tiles - k)
+                                )
+                                slots.bring_strips(
+                                    row_scales, slot, scale_a, rows, strip + along * k, along, k_tiles - k, barrier,
+                                )  # fmt: skip
+                        else:
+                            slots.bring_words(row_scales, slot, scale_a, places, along, k, k_tiles, lane)
                         slots.leave_columns(column_scales, slot, cells, lane)
                         # Asked now, here when the next ones are due.
                         cells = slots.fetch_columns(
@@ -571,7 +576,29 @@ class GroupedGemm:
                         cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(barrier)
+                if cutlass.const_expr(self.ahead):
+                    if k == 0:
+                        if turn + 1 < work.count:
+                            coming = self.begin(work, turn + 1, part, lane)
                 write.advance()
+
+    @cute.jit
+    def begin(self, work, turn: Int32, part: Int32, lane: Int32):
+        """Of the tile of a turn: where `groups.find` finds it, `place`, and this lane's scale of b for its first steps. part: of a tile before."""
+        tile = self.tile_in(self.round_of(work, turn), work.tile, work.clusters)
+        if cutlass.const_expr(self.mixes):
+            part = Int32(0)
+            if tile >= work.large:
+                part = groups.rest(work.G)
+        part = groups.find(work.tile_end, tile, part, lane)
+        g, start, end, m_tile, n_tile = self.place(work, part, tile)
+        cells = Float32(0.0)
+        if cutlass.const_expr(self.blocks):
+            column = n_tile if self.pair else n_tile * self.share + work.rank
+            cells = self.scales.fetch_columns(
+                work.scale_b, g * work.scale_g, column * self.tile_n, work.N, work.scale_n, work.scale_k, Int32(0), work.k_tiles, lane
+            )  # fmt: skip
+        return part, g, start, end, m_tile, n_tile, cells
 
     @cute.jit
     def consume(

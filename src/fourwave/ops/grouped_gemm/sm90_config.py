@@ -330,6 +330,7 @@ def _can_be_late(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
     )
 
 
+_LATE_TILES = 4 * NUM_SMS  # a CTA with few tiles gains little
 _TOKENS = (8, 16, 32, 64, 128)  # of a swapped tile
 _LEAST_ROWS = 32
 
@@ -401,8 +402,9 @@ def rows_tile(
         problem, HopperGroupedConfig(tile_m, tile_n, tile_k, "rows", cluster_n=cluster_n, cluster_m=cluster_m, **more)
     )
     config = _known(problem, config)
-    if bulk_scales(problem, config) == "quads" and tile_n == 192 and _can_be_late(problem, config):
-        # Not where its buffers leave room for fewer stages; nor with "strips", where it was slower.
+    tiles = -(-problem.M // WAVE_ROWS) * -(-problem.N // tile_n)
+    if "late" not in more and tile_n == 192 and tiles >= _LATE_TILES and _can_be_late(problem, config):
+        # Not where its buffers leave room for fewer stages.
         late = _known(problem, _deepest(problem, replace(config, late=True)))
         config = late if late.num_stages == config.num_stages else config
     return config
