@@ -250,7 +250,8 @@ class Copy:
 
     def __init__(self, sets: list[Operands]) -> None:
         size = sets[0].bytes // 2
-        self.pairs = [torch.zeros(2, size, device="cuda", dtype=torch.uint8) for _ in sets]
+        # Apart: beside each other, some sizes were copied at two thirds of the rate of others.
+        self.pairs = [[torch.zeros(size, device="cuda", dtype=torch.uint8) for _ in range(2)] for _ in sets]
 
     def __call__(self, turn: int) -> None:
         pair = self.pairs[turn % len(self.pairs)]

@@ -419,7 +419,7 @@ def test_grouped_sweep(name: str, after: str) -> None:
     assert not measured
 
 
-DECODE = "h200_grouped_decode_skew_bf5380c"
+DECODE = "h200_grouped_decode_skew_975145a"
 
 
 def test_grouped_decode_and_skew() -> None:
@@ -435,18 +435,15 @@ def test_grouped_decode_and_skew() -> None:
     says(GROUPED, f"{words[0]} (2048, 7168), and {words[1]} (7168, 2304).")
 
 
-BACKWARD, WGRAD_FP8 = "h200_grouped_backward_cb8bd3f", "h200_grouped_wgrad_fp8_bf5380c"
+BACKWARD, OLD_BACKWARD = "h200_grouped_backward_975145a", "h200_grouped_backward_cb8bd3f"
 
 
-def gradients() -> list[Row]:
-    """Each product's newest: FP8's wgrad, and BF16."""
-    return rows_of(WGRAD_FP8) + [row for row in rows_of(BACKWARD) if row["kind"] != "wgrad fp8"]
+def gradients(kind: str, name: str = BACKWARD) -> list[Row]:
+    return [row for row in rows_of(name) if row["kind"] == kind]
 
 
 def test_grouped_gradients() -> None:
-    header = "| product| groups x rows"
-    rows = table(GROUPED, header, "wgrad of FP8 (float32") + table(GROUPED, header, "wgrad, the same")
-    for row, r in zip(rows, gradients(), strict=True):
+    for row, r in zip(table(GROUPED, "| product| groups x rows"), rows_of(BACKWARD), strict=True):
         measured = "deepgemm" in r["seconds"]
         ends = [us(r, "deepgemm"), f"{ratio(r, 'ours', 'deepgemm'):.2f}"] if measured else ["wrong", ""]
         groups = f"{len(r['sizes'])} x {r['sizes'][0]}"
@@ -480,11 +477,12 @@ def test_grouped_aims() -> None:
     ]  # fmt: skip
     dgrad8 = [against_best(r) for r in suite("dgrad:even")]
     other = {
-        kind: [ratio(r, "ours", "deepgemm") for r in gradients() if r["kind"] == kind and "deepgemm" in r["seconds"]]
+        kind: [ratio(r, "ours", "deepgemm") for r in gradients(kind) if "deepgemm" in r["seconds"]]
         for kind in ("dgrad bf16", "wgrad fp8", "wgrad bf16")
     }
     means = {kind: f"{geometric_mean(ratios):.3f}" for kind, ratios in other.items()}
-    ahead = {kind: sum(r >= 1 for r in ratios) or "none" for kind, ratios in other.items()}
+    ahead = {kind: f"{sum(r >= 1 for r in ratios)} of {len(ratios)}" for kind, ratios in other.items()}
+    beside = fixed(2, *(ratio(r, "ours", "copy") for r in rows_of(DECODE) if len(r["sizes"]) == 1))
     skew = [median(r["seconds"]["ours"]) for r in rows_of(DECODE) if r["suite"] == "skew:even"]
     moe = rows_of("h200_moe_cb8bd3f")
     plain = [ratio(r, "fourwave bf16", "torch bf16") for r in moe]
@@ -493,13 +491,21 @@ def test_grouped_aims() -> None:
         f"short: published rows {wins[0]}; sweep {wins[1]}, all of DeepGEMM's |",
         f"published rows {triton[0]:.2f}, short; sweep {triton[1]:.2f} (cb8bd3f) |",
         f"published rows {floors[0]:.2f}; sweep {floors[1]:.2f}, short |",
-        f"{min(decode[1]):.2f} and more; one expert {min(decode[0]):.2f} to {max(decode[0]):.2f}, short |",
-        f"| {skew[0] / skew[1]:.3f} and {skew[2] / skew[3]:.3f}; the second",
-        f"FP8 dgrad {sum(r >= 1 for r in dgrad8)} of {len(dgrad8)} rows, geomean of all {geometric_mean(dgrad8):.3f}, "
-        f"wgrad {ahead['wgrad fp8']} of {len(other['wgrad fp8'])}, {means['wgrad fp8']}; "
-        f"BF16 (cb8bd3f) dgrad {ahead['dgrad bf16']} of {len(other['dgrad bf16'])}, {means['dgrad bf16']}, "
+        f"{min(decode[1]):.2f} and more; one expert, beside a copy of as many bytes, {beside[0]}, {beside[1]} and {beside[2]}, with 64 rows "
+        f"{beside[3]}: short |",
+        f"| {skew[0] / skew[1]:.3f} and {skew[2] / skew[3]:.3f} |",
+        f"FP8 dgrad (bf5380c) {sum(r >= 1 for r in dgrad8)} of {len(dgrad8)} rows, geomean of all {geometric_mean(dgrad8):.3f}, "
+        f"wgrad {ahead['wgrad fp8']}, {means['wgrad fp8']}; BF16 dgrad {ahead['dgrad bf16']}, {means['dgrad bf16']}, "
         f"wgrad {ahead['wgrad bf16']}, {means['wgrad bf16']} |",
-        f"Geomean {means['wgrad fp8']}, {min(other['wgrad fp8']):.2f} to {max(other['wgrad fp8']):.2f}.",
+        "Geomeans "
+        + ", ".join(
+            f"{means[kind]} ({min(other[kind]):.2f} to {max(other[kind]):.2f}) {words}"
+            for kind, words in (
+                ("wgrad fp8", "of wgrad in FP8"),
+                ("wgrad bf16", "in BF16"),
+                ("dgrad bf16", "of dgrad."),
+            )
+        ),
         f"FP8 at least {min(ratio(r, 'fourwave fp8', 'deepgemm fp8') for r in moe):.2f} times as fast as DeepGEMM's, "
         f"{min(ratio(r, 'fourwave fp8', 'torch bf16') for r in moe):.2f} times as `grouped_mm` in BF16; "
         f"BF16 {min(plain):.2f} to {max(plain):.2f} times",
@@ -518,18 +524,43 @@ def test_grouped_aims() -> None:
         "README.md",
         "{:.3f} (published rows {:.3f}); {:.3f}".format(*groups),
         f"FP8 {geometric_mean(dgrad8):.3f} and {means['wgrad fp8']}, "
-        f"BF16, of older kernels, {means['dgrad bf16']} and {means['wgrad bf16']}",
+        f"BF16 {means['dgrad bf16']} and {means['wgrad bf16']} (of x",
     )
-    old_wgrad = [row for row in rows_of(BACKWARD) if row["kind"] == "wgrad fp8"]
-    faster = [
-        median(old["seconds"]["ours"]) / median(new["seconds"]["ours"])
-        for old, new in zip(old_wgrad, rows_of(WGRAD_FP8), strict=True)
-    ]
+    faster = {
+        kind: [
+            median(old["seconds"]["ours"]) / median(new["seconds"]["ours"])
+            for old, new in zip(gradients(kind, OLD_BACKWARD), gradients(kind), strict=True)
+        ]
+        for kind in ("wgrad fp8", "wgrad bf16", "dgrad bf16")
+    }
+    spans = {kind: f"{min(values):.2f} to {max(values):.2f}" for kind, values in faster.items()}
     says(
         "CHANGELOG.md",
         f"FP8 forward {groups[0]:.3f} (equal groups) and {groups[2]:.3f} (random ones)",
-        f"of FP8 {min(faster):.2f} to {max(faster):.2f} times as fast as before",
+        f"of FP8 {spans['wgrad fp8']} times as fast as before, of BF16 {spans['wgrad bf16']} (",
+        f"dgrad of BF16 {spans['dgrad bf16']} times as fast as before",
     )
+
+
+def test_published_rows_of_now() -> None:
+    rows = rows_of("h200_grouped_published_975145a")
+    before = {shape(r): r for r in suite("published:even")}
+    ratios = [against_best(r) for r in rows]
+    slow = min(rows, key=against_best)
+    says(
+        GROUPED,
+        f"Of 975145a {len(rows)} of the published rows",
+        f"{sum(r >= 1 for r in ratios)} at 1.00 or above, geomean {geometric_mean(ratios):.3f}; lowest {', '.join(map(str, shape(slow)))} at "
+        f"{against_best(slow):.2f} ({us(slow, 'ours')} us).",
+        f"1024, 2048, 7168: {us(slow, 'ours')} us at 975145a, {us(before[shape(slow)], 'ours')} at bf5380c",
+    )
+    gain = {
+        shape(r): 1 - median(r["seconds"]["ours"]) / median(before[shape(r)]["seconds"]["ours"])
+        for r in rows
+        if r is not slow
+    }
+    assert all(0.02 < g < 0.075 for s, g in gain.items() if 1 < s[0] <= 128)
+    assert all(abs(g) < 0.02 for s, g in gain.items() if s[0] > 128)
 
 
 def grouped_problem(product: str, G: int, M: int, N: int, K: int) -> GroupedProblem:
@@ -557,8 +588,7 @@ def first_tile(config: str) -> str:
 
 
 def test_grouped_tiles() -> None:
-    """The tiles of FP8's records are those that the default takes, the first ones where a kernel has two; BF16's are others, three of which
-    were timed."""
+    """The tiles of the records are those that the default takes, of FP8's forward the first ones where a kernel has two."""
     for r in (*rows_of(SWEEP), *rows_of(DECODE)):
         now = default_tile(grouped_problem("forward fp8", len(r["sizes"]), *shape(r)))
         since = (
@@ -567,25 +597,10 @@ def test_grouped_tiles() -> None:
             else None
         )
         assert first_tile(now) == (since or first_tile(r["config"]))
-    for r in rows_of(WGRAD_FP8):
-        rows = sum(r["sizes"])
-        assert default_tile(grouped_problem("wgrad fp8", len(r["sizes"]), r["N"], r["K"], rows)) == r["config"]
-    tiles = {(r["M"], r["N"], r["K"]): r for r in rows_of("h200_grouped_tiles") if r["product"] == "dgrad bf16"}
-    timed = {"128x256/2x1": (16384, 2304, 7168), "128x256/1x2": (1024, 8192, 7168)}
-    for name, (M, N, K) in timed.items():
-        now = default_tile(grouped_problem("dgrad bf16", 8, M, N, K))
-        assert now.startswith(name.split("/")[0] + "x") and now.endswith("cluster " + name.split("/")[1])
-        says(
-            GROUPED,
-            f"8 x {M // 8} rows of" if M == 16384 else f"8 x {M // 8} of",
-            f"took {tiles[M, N, K]['microseconds'][name]}",
-        )
-    says(
-        GROUPED,
-        f"took {tiles[4096, 3584, 8192]['microseconds']['128x256/2x1']} with 128x256 in pairs, where 128x192 in pairs",
-    )
-    now = default_tile(grouped_problem("dgrad bf16", 8, 4096, 3584, 8192))
-    assert now.startswith("128x192x") and now.endswith("cluster 2x1")
+    for r in rows_of(BACKWARD):
+        rows, wgrad = sum(r["sizes"]), r["kind"].startswith("wgrad")
+        sizes = (r["N"], r["K"], rows) if wgrad else (rows, r["K"], r["N"])
+        assert default_tile(grouped_problem(r["kind"], len(r["sizes"]), *sizes)) == r["config"]
 
 
 def test_what_grouped_products_fall_short_of() -> None:
@@ -607,7 +622,7 @@ def test_what_grouped_products_fall_short_of() -> None:
     few, more = (
         [
             ratio(r, "ours", "deepgemm")
-            for r in rows_of(WGRAD_FP8)
+            for r in gradients("wgrad fp8")
             if "deepgemm" in r["seconds"] and wanted(r["sizes"][0])
         ]
         for wanted in (lambda rows: rows <= 512, lambda rows: rows >= 2048)
@@ -616,6 +631,9 @@ def test_what_grouped_products_fall_short_of() -> None:
         GROUPED,
         f"{min(more):.2f} to {max(more):.2f}; with 512 or fewer it is {min(few):.2f} to {max(few):.2f}.",
     )
+    below = [r for r in (ratio(r, "ours", "deepgemm") for r in gradients("dgrad bf16")) if r < 1]
+    says(GROUPED, f"dgrad of BF16 with 512 rows or more to a group, {min(below):.3f} to {max(below):.3f}: less")
+    assert all((r["sizes"][0] < 512) == (ratio(r, "ours", "deepgemm") >= 1) for r in gradients("dgrad bf16"))
     for r in (r for r in suite("sweep:skewed") if shape(r)[0] == 4096):
         counts = [sum(-(-rows // each) * each // 128 for rows in r["sizes"]) for each in (256, 128)]
         assert [*counts, 4096 // 128] == [42, 35, 32]
