@@ -460,10 +460,8 @@ _SMEM_BYTES_PER_CYCLE = 128
 _L2_BYTES_PER_CYCLE = 46  # per SM, where all read
 _TURN_SECONDS = 0.3e-6
 _ROWS_TURN_SECONDS, _PROMOTED_TURN_SECONDS = 2.4e-6, 1.2e-6
-_HALVES_TURN_SECONDS, _MANY_TURNS = (
-    0.25e-6,
-    16,
-)  # of a promoted tile of 256 rows, more, where there are more turns than this
+# Of a promoted tile of 256 rows, more, where there are more turns than this.
+_HALVES_TURN_SECONDS, _MANY_TURNS = 0.25e-6, 16
 _UNKNOWN_STAGES = 1.03  # of a tile of 256 rows, where the compiler does not know where a stage is
 # Of the store's time that out's bytes allow: what a tile's products do not hide, and what it takes where there are few.
 _STORE_LOADED = 0.9, 1.2
@@ -513,10 +511,10 @@ def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
             beside, alone = _STORE_REDUCED.get(config.tile_n, _STORE_REDUCED[256])
             if block_scaled(problem):
                 beside, alone = _SCALED_REDUCED
-        if block_scaled(problem) and config.cluster_n == 1:
-            alone *= _SCALED_ALONE
         elif config.ring < 4:
             alone *= 1.2  # too little on its way
+        if block_scaled(problem) and config.cluster_n == 1:
+            alone *= _SCALED_ALONE
         return turns * max(multiply + beside * store, alone * store)
     used = min(problem.G, problem.M)
     rows = -(-problem.M // used)
