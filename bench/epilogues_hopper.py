@@ -26,7 +26,7 @@ from torch.nn import functional
 
 import fourwave as fw
 from fourwave.backends import registry
-from fourwave.ops.gemm import sm90_config
+from fourwave.ops.gemm import sm90_choice, sm90_tiles
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.ops.gemm.reference import gemm_reference
 from fourwave.quantize.reference import encode
@@ -149,11 +149,11 @@ def measure(
         return row, f"{head}  WRONG: {errors}"
     variants: dict[str, Callable[[int], None]] = {"fused": run_fused, "plain": run_plain, "separate": run_separate}
     if sweep:
-        variants |= {str(c): functools.partial(run_fused, config=c) for c in sm90_config.candidates(fused)}
+        variants |= {str(c): functools.partial(run_fused, config=c) for c in sm90_tiles.candidates(fused)}
     row["seconds"] = time_interleaved(variants, samples)
     medians = {name: statistics.median(values) for name, values in row["seconds"].items()}
     row["over_plain"], row["ratio"] = medians["fused"] / medians["plain"], medians["separate"] / medians["fused"]
-    row["config"] = str(sm90_config.default_config(fused)[0])
+    row["config"] = str(sm90_choice.default_config(fused)[0])
     shown = "  ".join(f"{name} {medians[name] * 1e6:7.1f}" for name in ("fused", "plain", "separate"))
     tiles = [f"\n      {seconds * 1e6:7.1f}  {name}" for name, seconds in list(medians.items())[3:]]
     return row, f"{head}  {shown} us  over plain {row['over_plain']:.3f}  ratio {row['ratio']:.3f}{''.join(tiles)}"

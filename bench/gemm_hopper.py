@@ -38,7 +38,7 @@ import torch
 import fourwave as fw
 from fourwave.backends import registry
 from fourwave.formats.scaling import expand_scale
-from fourwave.ops.gemm import sm90_config
+from fourwave.ops.gemm import sm90_choice, sm90_tiles
 from fourwave.ops.gemm.preshuffled_mxfp4 import shuffle_codes, shuffle_scale
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.testing import bounds
@@ -409,7 +409,7 @@ def measure(
     if sweep:
         tried = [
             replace(c, group=g)
-            for c in sm90_config.candidates(problem)
+            for c in sm90_tiles.candidates(problem)
             for g in (groups or [c.group])
             if tiles in (c.schedule, "")
         ]
@@ -479,7 +479,7 @@ def measure(
     best = min(configs, key=lambda label: medians[label])
     row["config"] = "the grouped weight gradient's"
     if scaling != "blocks_of_both":
-        row["config"] = str(configs[best] or sm90_config.default_config(problem)[0])
+        row["config"] = str(configs[best] or sm90_choice.default_config(problem)[0])
     row["seconds"] = times
     if "cublas" in medians:
         row["ratio"] = medians["cublas"] / medians[best]

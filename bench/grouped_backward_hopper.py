@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from gemm_hopper import cutedsl, machine, record_head, time_interleaved
 
-from fourwave.ops.grouped_gemm import sm90_config, sm90_launch
+from fourwave.ops.grouped_gemm import sm90_choice, sm90_launch
 from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
 from fourwave.testing import bounds
 
@@ -191,7 +191,7 @@ def measure(kind: str, sizes: list[int], N: int, K: int, args: Any, library: Any
     times = time_interleaved(variants, args.samples) if variants else {}
     peak = args.rates[1] if kind == "wgrad fp8" else args.rates[2]
     return {
-        "kind": kind, "sizes": sizes, "N": N, "K": K, "config": str(sm90_config.default_config(first.problem)[0]),
+        "kind": kind, "sizes": sizes, "N": N, "K": K, "config": str(sm90_choice.default_config(first.problem)[0]),
         "bytes": first.bytes, "flops": first.flops, "floor": max(first.bytes / args.rates[0], first.flops / peak), "wrong": wrong,
         "refused": refused, "seconds": times, "median": {name: statistics.median(t) for name, t in times.items()},
     }  # fmt: skip
@@ -206,7 +206,7 @@ def compile_all(part: str, kinds: list[str]) -> None:
     for kind in kinds:
         for G, rows, N, K in SHAPES:
             problem = problem_of(kind, G, rows * G, N, K)
-            specs[sm90_launch.specialise(problem, sm90_config.default_config(problem)[0])] = None
+            specs[sm90_launch.specialise(problem, sm90_choice.default_config(problem)[0])] = None
     for spec in list(specs)[index::count]:
         if not (cutedsl_cache.directory() / f"{cutedsl_cache._name(spec)}.o").exists():
             cutedsl_cache.store(spec, sm90_launch.compile_kernel(spec))

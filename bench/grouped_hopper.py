@@ -42,7 +42,7 @@ from typing import Any
 import torch
 from gemm_hopper import ROTATION, cutedsl, machine, record_head, time_interleaved
 
-from fourwave.ops.grouped_gemm import sm90_config, sm90_launch
+from fourwave.ops.grouped_gemm import sm90_choice, sm90_launch, sm90_tiles
 from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
 from fourwave.ops.grouped_gemm.sm90_config import HopperGroupedConfig
 from fourwave.testing import bounds
@@ -282,10 +282,10 @@ def measure(
     first = Operands(sizes, N, K)
     sets = [first] + [Operands(sizes, N, K) for _ in range(min(16, ROTATION * l2_bytes // max(1, first.bytes)))]
     problem = problem_of(first.G, first.M, N, K, args.scales)
-    default = with_fields(sm90_config.default_config(problem)[0], args.fields)
+    default = with_fields(sm90_choice.default_config(problem)[0], args.fields)
     variants: dict[str, Any] = {"ours": Ours(sets, default, args.scales)}
     if args.configs == "all":
-        for config in sm90_config.candidates(problem):
+        for config in sm90_tiles.candidates(problem):
             variants[str(config)] = Ours(sets, config, args.scales)
     failed: dict[str, str] = {}
     for name, make in peers.items():
@@ -400,8 +400,8 @@ def compile_all(rows: list[tuple[list[int], int, int]], part: str, every: bool, 
     for sizes, n, k in rows:
         problem = problem_of(len(sizes), sum(sizes), n, k, layout)
         configs = [
-            with_fields(sm90_config.default_config(problem)[0], fields),
-            *(sm90_config.candidates(problem) if every else ()),
+            with_fields(sm90_choice.default_config(problem)[0], fields),
+            *(sm90_tiles.candidates(problem) if every else ()),
         ]
         for config in configs:
             specs[sm90_launch.specialise(problem, config)] = None

@@ -50,7 +50,7 @@ from gemm_hopper import (
 
 import fourwave as fw
 from fourwave.backends import registry
-from fourwave.ops.gemm import sm90_config
+from fourwave.ops.gemm import sm90_choice
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.testing import bounds
 from fourwave.testing.llm_shapes import llm81
@@ -217,7 +217,7 @@ def measure(
     row["seconds"] = time_interleaved(variants, samples)
     medians = {label: statistics.median(values) for label, values in row["seconds"].items()}
     row["ratios"] = {what: medians[theirs] / medians[ours] for what, (theirs, ours) in ratios_of(timed).items()}
-    row["config"] = str(sm90_config.default_config(problem)[0])
+    row["config"] = str(sm90_choice.default_config(problem)[0])
     shown = "  ".join(f"{label} {medians[label] * 1e6:7.1f}" for label in variants)
     ratios = "  ".join(f"{value:.3f}" for value in row["ratios"].values())
     return row, f"{head}  {shown} us  {ratios}  {row['config']}"

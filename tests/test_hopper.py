@@ -18,10 +18,12 @@ import fourwave as fw
 from fourwave.backends import registry, select
 from fourwave.backends.hopper import cutedsl_missing
 from fourwave.formats.scaling import expand_scale
-from fourwave.ops.gemm import sm90_config, sm90_launch, sm90_one_group
+from fourwave.ops.gemm import sm90_config, sm90_launch, sm90_one_group, sm90_tiles
 from fourwave.ops.gemm.problem import LAYOUTS, GemmProblem, GemmTensors
 from fourwave.ops.gemm.reference import gemm_reference
-from fourwave.ops.gemm.sm90_config import HopperConfig, candidates, default_config, swapped, why_unsupported
+from fourwave.ops.gemm.sm90_choice import default_config
+from fourwave.ops.gemm.sm90_config import HopperConfig, why_unsupported
+from fourwave.ops.gemm.sm90_tiles import candidates, swapped
 from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
 from fourwave.testing import GemmCase, bounds, buffers, inputs
 from fourwave.testing.llm_shapes import llm81
@@ -89,13 +91,13 @@ def test_problems_that_the_kernel_cannot_run_are_refused_with_the_reason() -> No
         assert why_unsupported(packed, None) is None and default_config(packed)[0].schedule == "swapped"
         assert "up to 256 rows" in (why_unsupported(replace(packed, M=257), None) or "")
         assert "whole blocks" in (why_unsupported(replace(packed, K=80), None) or "")
-        assert "a swapped tile takes them" in (why_unsupported(packed, sm90_config.SQUARE) or "")
+        assert "a swapped tile takes them" in (why_unsupported(packed, sm90_tiles.SQUARE) or "")
     assert "MXFP4 or MXFP8 (e4m3fn)" in (why_unsupported(replace(weights, b_dtype=FP8[1]), None) or "")
-    huge = replace(sm90_config.HUGE, tile_k=128)
+    huge = replace(sm90_tiles.HUGE, tile_k=128)
     precise = replace(fp8, layout="TN", M=512, N=512, K=512)
     assert "288 accumulators" in (why_unsupported(precise, huge) or "")
     assert why_unsupported(replace(precise, fast_accum=True), huge) is None
-    pingpong = replace(sm90_config.SQUARE, tile_k=128)
+    pingpong = replace(sm90_tiles.SQUARE, tile_k=128)
     assert "pingpong with promotion" in (why_unsupported(precise, pingpong) or "")
     blocks = replace(precise, a_scaling="1x32", b_scaling="1x32")
     assert "scales 1x32 and 1x32: this kernel does not multiply such a pair" in (why_unsupported(blocks, None) or "")
@@ -111,11 +113,11 @@ def test_problems_that_the_kernel_cannot_run_are_refused_with_the_reason() -> No
     mx = replace(problem(), out_dtype=FP8[0], out_scaling="1x32")
     assert "quantized with scales 1x32" in (why_unsupported(mx, None) or "")
     swiglu = replace(problem(), activation="swiglu")
-    assert "128 must divide" in (why_unsupported(swiglu, sm90_config.LONG) or "")
-    assert "either half" in (why_unsupported(swiglu, sm90_config.SQUARE) or "")
+    assert "128 must divide" in (why_unsupported(swiglu, sm90_tiles.LONG) or "")
+    assert "either half" in (why_unsupported(swiglu, sm90_tiles.SQUARE) or "")
     saved = replace(problem(), preactivation_dtype=BF16)
-    assert "the 3 buffers" in (why_unsupported(replace(swiglu, preactivation_dtype=BF16), sm90_config.LOW) or "")
-    full = replace(sm90_config.WIDE, num_stages=4, store_stages=4)
+    assert "the 3 buffers" in (why_unsupported(replace(swiglu, preactivation_dtype=BF16), sm90_tiles.LOW) or "")
+    full = replace(sm90_tiles.WIDE, num_stages=4, store_stages=4)
     assert "bytes of shared memory" in (
         why_unsupported(replace(problem(layout="NT"), bias_grad_dtype=FP32), full) or ""
     )
@@ -371,8 +373,8 @@ def test_llm81() -> None:
 COMPILE = """
 import re, sys, torch
 from fourwave.ops.gemm.problem import GemmProblem
-from fourwave.ops.gemm.sm90_config import candidates
 from fourwave.ops.gemm.sm90_launch import compile_kernel, specialise
+from fourwave.ops.gemm.sm90_tiles import candidates
 layout, out, index = sys.argv[1], getattr(torch, sys.argv[2]), int(sys.argv[3])
 p = GemmProblem(512, 512, 512, layout, torch.bfloat16, torch.bfloat16, out, torch.bfloat16, "silu", out == torch.float32,
                 "cuda")
@@ -502,7 +504,7 @@ COMPILE_ONCE = """
 import re, sys, torch
 from fourwave.blocks.cutedsl.loaders import EVICT_FIRST
 from fourwave.ops.gemm.problem import GemmProblem
-from fourwave.ops.gemm.sm90_config import default_config
+from fourwave.ops.gemm.sm90_choice import default_config
 from fourwave.ops.gemm.sm90_launch import compile_kernel, specialise
 M, shuffled = int(sys.argv[1]), sys.argv[2] == "True"
 weights = dict(b_dtype=torch.uint8, b_scaling="1x32", b_preshuffled=True) if shuffled else dict(b_dtype=torch.bfloat16)
@@ -536,8 +538,8 @@ import sys, torch
 from dataclasses import replace
 sys.path.insert(0, sys.argv[2])
 from test_hopper import more_problems
-from fourwave.ops.gemm.sm90_config import candidates
 from fourwave.ops.gemm.sm90_launch import compile_kernel, specialise
+from fourwave.ops.gemm.sm90_tiles import candidates
 p = replace(more_problems()[int(sys.argv[1])], bias_dtype=torch.bfloat16)
 config = candidates(p)[0]
 ptx = compile_kernel(specialise(p, config), keep=True).__ptx__

@@ -14,7 +14,7 @@ import fourwave as fw
 from fourwave import formats
 from fourwave.backends import registry
 from fourwave.formats.scaling import expand_scale, scale_shape
-from fourwave.ops.gemm import sm90_config, sm90_decoded
+from fourwave.ops.gemm import sm90_choice, sm90_decoded, sm90_tiles
 from fourwave.ops.gemm.problem import PACKED_E2M1, GemmProblem
 from fourwave.ops.gemm.sm90_decoded import SLICES, Operand
 from fourwave.testing import GemmCase, bounds
@@ -68,7 +68,7 @@ def test_what_is_multiplied() -> None:
             p = replace(few_rows, M=rows, **more)
             plain = sm90_decoded.plain_problem(p)
             assert plain == replace(p, b_dtype=BF16, b_scaling=None)
-            assert sm90_config.default_config(plain)[0] in sm90_config.candidates(plain)
+            assert sm90_choice.default_config(plain)[0] in sm90_tiles.candidates(plain)
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,12 @@ def test_values_of_few_bits_take_wide_tiles() -> None:
         p = GemmProblem(M, N, K, "TN", E4M3, PACKED_E2M1, BF16, device_type="cuda", a_scaling="1x32", b_scaling="1x32")
         plain = sm90_decoded.plain_problem(p)
         assert plain is not None
-        assert sm90_config.default_config(plain)[0] == sm90_config.SQUARE
-        assert sm90_decoded.chosen_config(p, plain)[0] == sm90_config.WIDE
+        assert sm90_choice.default_config(plain)[0] == sm90_tiles.SQUARE
+        assert sm90_decoded.chosen_config(p, plain)[0] == sm90_tiles.WIDE
         floats = replace(p, a_dtype=FP32, b_dtype=FP32, a_scaling=None, b_scaling=None)
         plain = sm90_decoded.plain_problem(floats)
         assert plain is not None
-        assert sm90_decoded.chosen_config(floats, plain) == sm90_config.default_config(plain)
+        assert sm90_decoded.chosen_config(floats, plain) == sm90_choice.default_config(plain)
 
 
 def test_the_six_products() -> None:

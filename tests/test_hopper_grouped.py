@@ -12,17 +12,12 @@ import torch
 import fourwave as fw
 from fourwave.backends import registry
 from fourwave.backends.hopper import cutedsl_missing
-from fourwave.ops.grouped_gemm import sm90_config, sm90_launch
+from fourwave.ops.gemm.sm90_config import NUM_SMS
+from fourwave.ops.grouped_gemm import sm90_launch
 from fourwave.ops.grouped_gemm.problem import GroupedProblem, GroupedTensors
-from fourwave.ops.grouped_gemm.sm90_config import (
-    HopperGroupedConfig,
-    candidates,
-    default_config,
-    rows_tile,
-    swapped,
-    why_unsupported,
-    with_other,
-)
+from fourwave.ops.grouped_gemm.sm90_choice import default_config
+from fourwave.ops.grouped_gemm.sm90_config import HopperGroupedConfig, why_unsupported
+from fourwave.ops.grouped_gemm.sm90_tiles import candidates, rows_tile, swapped, with_other
 from fourwave.testing import bounds
 from fourwave.testing.grouped_cases import SIZES, GroupedCase
 
@@ -678,7 +673,7 @@ def test_explain_names_kernel_and_config() -> None:
         a, b, m_sizes, a_scale=a_scale, b_scale=b_scale, a_scaling="1x128", b_scaling="128x128", backend="hopper"
     )
     assert "sm90_swapped.py" in str(told) and "swapped" in str(told)
-    assert sm90_config.NUM_SMS == 132
+    assert NUM_SMS == 132
 
 
 # ---------------------------------------------------------------------------------------------------------------------

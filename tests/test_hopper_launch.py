@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fourwave.formats.scaling import expand_scale
-from fourwave.ops.gemm import sm90_config, sm90_decoded, sm90_launch
+from fourwave.ops.gemm import sm90_choice, sm90_config, sm90_decoded, sm90_launch
 from fourwave.ops.gemm.preshuffled_mxfp4 import shuffle_codes, shuffle_scale
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.ops.gemm.sm90_config import HopperConfig
@@ -61,7 +61,7 @@ def test_another_stride_of_out(calls: Calls) -> None:
 def test_another_base_of_out_in_a_tile_for_few_rows(calls: Calls) -> None:
     """Stores of four elements where rows begin at multiples of four, of one elsewhere: another kernel, with the same strides."""
     p = problem(8, 512, 64)
-    assert sm90_config.default_config(p)[0].few_rows
+    assert sm90_choice.default_config(p)[0].few_rows
     a, b = aligned(8, 64, BF16), aligned(512, 64, BF16)
     for skip in (0, 0, 1, 4, 1, 2, 0):
         out = aligned(8, 512, BF16, skip=skip)

@@ -16,7 +16,7 @@ from fourwave import formats
 from fourwave.backends import registry
 from fourwave.backends.hopper import cutedsl_missing
 from fourwave.formats.scaling import expand_scale
-from fourwave.ops.gemm import sm90_config, sm90_decoded, sm90_launch, sm90_rescaled
+from fourwave.ops.gemm import sm90_choice, sm90_config, sm90_decoded, sm90_launch, sm90_rescaled, sm90_tiles
 from fourwave.ops.gemm.problem import PACKED_E2M1, GemmProblem, GemmTensors
 from fourwave.ops.gemm.reference import gemm_reference
 from fourwave.quantize import QuantizedTensor
@@ -28,7 +28,7 @@ missing = registry.get("hopper").unavailable()
 on_gpu = pytest.mark.skipif(missing is not None, reason=f"no hopper: {missing}")
 ZERO, NAN = 133, 255  # scale of a row whose factor is 1; of no number
 FAST: Any = replace(
-    sm90_config.PROMOTING_SQUARE, tile_k=128, cluster_m=1, cluster_n=2
+    sm90_tiles.PROMOTING_SQUARE, tile_k=128, cluster_m=1, cluster_n=2
 )  # asks for the FP8 product, of any size
 
 
@@ -180,11 +180,11 @@ def test_which_products() -> None:
     assert sm90_rescaled.fp8_problem(problem(700, 208, 704, activation="swiglu"), FAST) is not None
     small = problem(300, 72, 160)
     assert sm90_rescaled.fp8_problem(small, None) is None and sm90_rescaled.fp8_problem(small, FAST) is not None
-    assert sm90_rescaled.fp8_problem(problem(), sm90_config.WIDE) is None
-    for config in (sm90_config.WIDE, FAST, None):
+    assert sm90_rescaled.fp8_problem(problem(), sm90_tiles.WIDE) is None
+    for config in (sm90_tiles.WIDE, FAST, None):
         assert sm90_rescaled.why_unsupported(small, config) is None
     few = problem(64, 128, 256)  # their weights are converted in registers, a step of 128, too
-    swapped = sm90_config.default_config(sm90_decoded.plain_problem(few) or few)[0]
+    swapped = sm90_choice.default_config(sm90_decoded.plain_problem(few) or few)[0]
     assert swapped.few_rows and swapped.tile_k == 128
     assert sm90_rescaled.why_unsupported(few, swapped) is None and sm90_rescaled.fp8_problem(few, swapped) is None
     assert "tile_m" in (sm90_rescaled.why_unsupported(small, replace(FAST, tile_m=130)) or "")
@@ -330,7 +330,7 @@ def test_kernels_compile_without_a_gpu() -> None:
     p = problem()
     for q, runs_when in ((sm90_rescaled.fp8_problem(p, None), 0), (sm90_decoded.plain_problem(p), 1)):
         assert q is not None
-        spec = sm90_launch.specialise(q, sm90_config.default_config(q)[0], runs_when=runs_when)
+        spec = sm90_launch.specialise(q, sm90_choice.default_config(q)[0], runs_when=runs_when)
         assert sm90_launch.compile_kernel(spec) is not None
 
 

@@ -10,11 +10,13 @@ import torch
 
 import fourwave as fw
 from fourwave.backends import registry
-from fourwave.ops.gemm import sm90_config, sm90_decoded, sm90_launch
+from fourwave.ops.gemm import sm90_config, sm90_decoded, sm90_launch, sm90_tiles
 from fourwave.ops.gemm.preshuffled_mxfp4 import shuffle_codes, shuffle_scale, unshuffle_codes, unshuffle_scale
 from fourwave.ops.gemm.problem import GemmProblem, GemmTensors
 from fourwave.ops.gemm.reference import gemm_reference
-from fourwave.ops.gemm.sm90_config import HopperConfig, candidates, default_config, streamed, why_unsupported
+from fourwave.ops.gemm.sm90_choice import default_config
+from fourwave.ops.gemm.sm90_config import HopperConfig, why_unsupported
+from fourwave.ops.gemm.sm90_tiles import candidates, streamed
 from fourwave.ops.grouped_gemm.preshuffle import Preshuffled
 from fourwave.testing import bounds, buffers
 from fourwave.testing.llm_shapes import llm81
@@ -182,9 +184,9 @@ def test_what_streamed_tiles_do_not_multiply() -> None:
     for more in ({"N": 4104}, {"K": 4128}):
         assert "16 rows and 64 of K" in (why_unsupported(replace(p, **more), None) or "")  # type: ignore[arg-type]
     many = replace(p, M=128)
-    assert "registers for 64 rows" in (why_unsupported(many, sm90_config.swapped(many, 208)) or "")
-    assert why_unsupported(many, sm90_config.swapped(many, 192)) is None
-    swapped = sm90_config.swapped(p, 208)
+    assert "registers for 64 rows" in (why_unsupported(many, sm90_tiles.swapped(many, 208)) or "")
+    assert why_unsupported(many, sm90_tiles.swapped(many, 192)) is None
+    swapped = sm90_tiles.swapped(p, 208)
     assert why_unsupported(p, swapped) is None
     assert "up to 128" in (why_unsupported(replace(p, b_preshuffled=False), swapped) or "")
 
@@ -242,7 +244,7 @@ def tried(p: GemmProblem) -> list[HopperConfig]:
             few, replace(few, num_stages=1), replace(few, consumers=1, num_stages=2), replace(few, consumers=3, num_stages=2),
             replace(few, consumers=4, num_stages=1), replace(few, split=4), replace(few, split=8), replace(few, overlap=False),
         ]  # fmt: skip
-    tiles += [sm90_config.swapped(p, 208), sm90_config.swapped(p, 112, 2)]
+    tiles += [sm90_tiles.swapped(p, 208), sm90_tiles.swapped(p, 112, 2)]
     return [c for c in dict.fromkeys(tiles) if why_unsupported(p, c) is None]
 
 
@@ -301,7 +303,7 @@ def test_epilogues(M: int) -> None:
             a.double(), b, out_dtype, bias=bias.double(), alpha=0.01, activation=activation,
             addend=None if addend is None else addend.double(),
         )  # fmt: skip
-        tiles = [streamed(p, 48), sm90_config.swapped(p, 112, 2)]
+        tiles = [streamed(p, 48), sm90_tiles.swapped(p, 112, 2)]
         for config in tiles if M <= 32 else tiles[1:]:
             out = buffers.poisoned(M, N, out_dtype, "cuda", addend=addend)
             sm90_launch.run(p, config, GemmTensors(a, shuffled, out.tensor, bias, 0.01, None, packed))
@@ -319,7 +321,7 @@ def test_every_code_with_every_scale(schedule: str) -> None:
     scale = torch.arange(256, device="cuda").to(torch.uint8)[:, None].expand(256, 4).contiguous()
     a = torch.eye(128, device="cuda", dtype=BF16)[:16].contiguous()
     packed = shuffle_scale(scale).view(E8M0)
-    config = streamed(p, 64) if schedule == "streamed" else sm90_config.swapped(p, 128)
+    config = streamed(p, 64) if schedule == "streamed" else sm90_tiles.swapped(p, 128)
     out = torch.full((16, 256), float("nan"), device="cuda")
     sm90_launch.run(p, config, GemmTensors(a, shuffle_codes(codes), out, None, 1.0, None, packed))
     exact = VALUES.to("cuda")[:, None] * torch.exp2(torch.arange(256, device="cuda").double() - 127)

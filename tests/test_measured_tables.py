@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from fourwave.ops.gemm import sm90_config
+from fourwave.ops.gemm import sm90_choice
 from fourwave.ops.gemm.problem import GemmProblem
-from fourwave.ops.grouped_gemm import sm90_config as sm90_grouped_config
+from fourwave.ops.grouped_gemm import sm90_choice as sm90_grouped_choice
 from fourwave.ops.grouped_gemm.problem import GroupedProblem
 
 ROOT = Path(__file__).parents[1]
@@ -341,7 +341,7 @@ def test_tiles_are_those_that_were_measured(name: str, others: str | None) -> No
     changed = {
         (row["N"], row["K"])
         for row in rows_of(name)
-        if str(sm90_config.default_config(dense_problem(name, row))[0]) != row["config"]
+        if str(sm90_choice.default_config(dense_problem(name, row))[0]) != row["config"]
     }
     assert bool(changed) == (others is not None)
     if others is not None:
@@ -575,7 +575,7 @@ def grouped_problem(product: str, G: int, M: int, N: int, K: int) -> GroupedProb
 
 
 def default_tile(problem: GroupedProblem) -> str:
-    return str(sm90_grouped_config.default_config(problem)[0])
+    return str(sm90_grouped_choice.default_config(problem)[0])
 
 
 def first_tile(config: str) -> str:

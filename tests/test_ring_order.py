@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fourwave.blocks.cutedsl.ring_order import RingOrder
-from fourwave.ops.grouped_gemm import sm90_config
+from fourwave.ops.grouped_gemm import sm90_config, sm90_tiles
 from fourwave.ops.grouped_gemm.problem import GroupedProblem
 
 COLUMNS = 32  # of a piece
@@ -128,7 +128,7 @@ def test_tiles_have_rings_that_go_round(dtype: torch.dtype) -> None:
     problem = GroupedProblem(
         4, 512, 256, 4096, "reduction", layout, dtype, dtype, torch.float32, None, True, "cuda", scaling, scaling
     )
-    ringed = [config for config in sm90_config.candidates(problem) if config.ring]
+    ringed = [config for config in sm90_tiles.candidates(problem) if config.ring]
     assert ringed
     for config in ringed:
         RingOrder(config.tile_n // COLUMNS, config.ring, config.addend == "load")

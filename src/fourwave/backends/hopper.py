@@ -98,12 +98,12 @@ class HopperBackend(Backend):
         return sm90_rescaled.why_unsupported(problem, config)  # type: ignore[arg-type]
 
     def why_not_automatic(self, problem: GemmProblem) -> str | None:
-        from fourwave.ops.gemm import sm90_config
+        from fourwave.ops.gemm import sm90_automatic
 
-        return sm90_config.why_not_automatic(problem)
+        return sm90_automatic.why_not_automatic(problem)
 
     def describe_gemm(self, problem: GemmProblem, config: GemmConfig | None) -> Description:
-        from fourwave.ops.gemm.sm90_config import default_config
+        from fourwave.ops.gemm.sm90_choice import default_config
 
         if (grouped := sm90_one_group.grouped_problem(problem)) is not None:
             told = self.describe_grouped_gemm(grouped, config)  # type: ignore[arg-type]
@@ -178,7 +178,7 @@ class HopperBackend(Backend):
 
     def describe_grouped_gemm(self, problem: GroupedProblem, config: GroupedConfig | None) -> Description:
         from fourwave.ops.grouped_gemm import sm90_decoded as grouped_decoded
-        from fourwave.ops.grouped_gemm.sm90_config import default_config
+        from fourwave.ops.grouped_gemm.sm90_choice import default_config
 
         plain = grouped_decoded.plain_problem(problem)
         reasons = ["config given by the caller"]

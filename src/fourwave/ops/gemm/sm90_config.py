@@ -1,12 +1,12 @@
-"""Tunables of the Hopper GEMM kernel, the default choice with its reasons, and the one rule for what the kernel supports.
+"""Tunables of the Hopper GEMM kernels, the shared memory that they take, and the one rule for what the kernels support.
 
-Imports neither CuTe DSL nor torch.cuda: the rule can be asked anywhere.
+Imports neither CuTe DSL nor torch.cuda: the rule can be asked anywhere. Which tiles there are: sm90_tiles.py; which of them runs:
+sm90_choice.py.
 """
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,8 +27,6 @@ STORE_ROWS = 64  # rows of an output buffer: one wgmma's
 STORE_BYTES = STORE_ROWS * SWIZZLE_BYTES
 SCALE_STEPS = 4  # k steps whose scales are loaded together: 16 bytes of a row, the least that TMA takes
 MAX_ACCUMULATORS = 192  # per thread; of at most 255 registers, the rest holds addresses and the epilogue's values
-MEASURED_EXTENT = 3584  # least extent of the products that were timed; with few rows of all but M
-MEASURED_ROWS = 64  # at most, with few rows
 MAX_EXTENT = 2**31 - 2**12  # TMA coordinates are int32, and rounding up to a tile must not overflow
 PACKED_ROWS = 256  # of a, at most, with weights in MX
 PACKED_STEP = 128  # k of a stage then
@@ -150,6 +148,50 @@ def more_outputs(problem: GemmProblem) -> bool:
     return not (problem.preactivation_dtype is problem.bias_grad_dtype is problem.out_scaling is None)
 
 
+def packed(problem: GemmProblem) -> bool:
+    """Whether b is MXFP4 or MXFP8 (e4m3fn), which only the kernels for few rows multiply, with bfloat16."""
+    return problem.b_dtype in (PACKED_E2M1, torch.float8_e4m3fn) and problem.b_scaling == "1x32"
+
+
+def tile_k(problem: GemmProblem) -> int:
+    """The reduction step of a stage, the only one there is."""
+    return PACKED_STEP if packed(problem) else SWIZZLE_BYTES // problem.a_dtype.itemsize
+
+
+def promotes(problem: GemmProblem) -> bool:
+    """Whether the matrix unit's sums are moved to float32 registers every 128 k."""
+    return problem.a_dtype in FP8 and (not problem.fast_accum or problem.a_scaling == "1x128")
+
+
+def clusters(config: HopperConfig, num_sms: int = NUM_SMS) -> int:
+    """Clusters of a grid that fills the chip."""
+    # A cluster's SMs are of one group of 16 or 18, some of which are switched off: of NUM_SMS, 30 clusters of 4 and 15 of 8
+    # fit (cudaOccupancyMaxActiveClusters).
+    if config.cluster_size > 2 and config.few_rows:
+        num_sms = num_sms * FOURS_SMS // NUM_SMS
+    return num_sms // config.cluster_size
+
+
+def cluster_tiles(problem: GemmProblem, config: HopperConfig) -> int:
+    """What clusters take turns at: the tiles of a cluster's CTAs together. (CTAs that split a reduction have one.)"""
+    in_m = 1 if config.few_rows else config.cluster_m
+    return -(-problem.M // (config.tile_m * in_m)) * -(-problem.N // (config.tile_n * config.cluster_n))
+
+
+def num_clusters(problem: GemmProblem, config: HopperConfig, num_sms: int) -> int:
+    """Of the grid, on a device of `num_sms`. Tiles for few rows count on what NUM_SMS have room for: where those have one tile each,
+    every tile gets a cluster, which waits where the device has fewer multiprocessors."""
+    tiles = cluster_tiles(problem, config)
+    if config.few_rows and single_tile(problem, config):
+        return tiles
+    return min(tiles, clusters(config, num_sms))
+
+
+def single_tile(problem: GemmProblem, config: HopperConfig) -> bool:
+    """Whether no cluster of the grid has more than one (swapped or streamed) tile."""
+    return cluster_tiles(problem, config) <= clusters(config)
+
+
 def scale_slots(num_stages: int) -> int:
     """Buffers of the scales of SCALE_STEPS k steps that need no barriers of their own: consumers read a buffer in the first of its
     steps, and the producer, which fills it with the first one's load, is at most num_stages steps ahead."""
@@ -166,19 +208,37 @@ def smem_bytes(config: HopperConfig, elem_bytes: int, block_scaled: bool = False
     return config.num_stages * stage + stores + scales + BARRIER_BYTES
 
 
-def packed(problem: GemmProblem) -> bool:
-    """Whether b is MXFP4 or MXFP8 (e4m3fn), which only the kernels for few rows multiply, with bfloat16."""
-    return problem.b_dtype in (PACKED_E2M1, torch.float8_e4m3fn) and problem.b_scaling == "1x32"
+def swapped_smem_bytes(problem: GemmProblem, config: HopperConfig) -> int:
+    width = -(-config.tile_n // 64) * 64
+    stage_a, stage_b = config.tile_m * SWIZZLE_BYTES, config.tile_n * SWIZZLE_BYTES
+    more = (width - config.tile_n) * SWIZZLE_BYTES
+    scales = 0
+    if packed(problem):  # codes of 64 or 128 bytes and 16 scales a row
+        stage_a = 2 * stage_a
+        if problem.b_dtype == PACKED_E2M1:
+            stage_b, more = stage_b // 2, more // 2
+        row_scales = 4 if problem.b_preshuffled else 16  # of a stage, in bytes
+        scales = config.num_stages * -(-config.tile_n * row_scales // 128) * 128 + (width - config.tile_n) * 16
+    stages = config.num_stages * (stage_a + stage_b) + more
+    partial = 4 * config.tile_m * (width + 4)
+    together = max(stages, partial) if single_tile(problem, config) else stages + partial
+    return together + scales + 2 * BARRIER_BYTES  # rounded up to 1024 as a whole
 
 
-def tile_k(problem: GemmProblem) -> int:
-    """The reduction step of a stage, the only one there is."""
-    return PACKED_STEP if packed(problem) else SWIZZLE_BYTES // problem.a_dtype.itemsize
-
-
-def promotes(problem: GemmProblem) -> bool:
-    """Whether the matrix unit's sums are moved to float32 registers every 128 k."""
-    return problem.a_dtype in FP8 and (not problem.fast_accum or problem.a_scaling == "1x128")
+def streamed_smem_bytes(problem: GemmProblem, config: HopperConfig) -> int:
+    warps = 4 * config.consumers
+    scales = -(-config.tile_n * 2 // 128) * 128
+    stages = warps * config.num_stages * (config.tile_m * 128 + config.tile_n * 32 + scales)
+    partial = warps * 4 * (config.tile_n + 4)  # for each token
+    together = (
+        max(stages + 16, partial * config.tile_m)
+        if single_tile(problem, config)
+        else stages + partial * STREAMED_AT_ONCE
+    )
+    inbox = 0
+    if config.split > 1 and single_tile(problem, config):  # of the parts that the other CTAs send
+        inbox = 4 * (config.tile_n + 4) * -(-config.tile_m // config.split) * config.split
+    return max(together + inbox + 8 * warps * config.num_stages + 2 * BARRIER_BYTES, ALONE_BYTES)
 
 
 def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | None:
@@ -238,56 +298,10 @@ def why_unsupported(problem: GemmProblem, config: HopperConfig | None) -> str | 
     if config.schedule == "swapped":
         return _why_swapped_unsupported(problem, config)
     if config.schedule == "streamed":
-        return _why_streamed_unsupported(problem, config)
+        return why_streamed_unsupported(problem, config)
     if packed(problem):
         return f"schedule {config.schedule!r} with weights in MX: a swapped tile takes them, and a streamed one MXFP4 that is preshuffled"
     return _why_config_unsupported(problem, config)
-
-
-_MEASURED_MX = (
-    (torch.float8_e4m3fn, "1x32", "1x32", torch.float8_e4m3fn), (PACKED_E2M1, "1x32", "1x32", PACKED_E2M1),
-    (torch.bfloat16, None, "1x32", PACKED_E2M1),
-)  # fmt: skip
-_MEASURED_GRADIENT = torch.float8_e5m2, "tensor", "tensor", torch.float8_e4m3fn
-
-
-def why_not_automatic(problem: GemmProblem) -> str | None:
-    """Why automatic choice leaves a problem that this kernel can do to PyTorch, or None.
-
-    It takes classes of which at least five shapes were timed beside cuBLAS on an H200, and whose records (docs/hopper.md) have no
-    more than one shape in eighty below 0.96 of it (of MX: of what PyTorch takes to dequantize and multiply): no epilogue, bfloat16
-    out.
-    """
-    least = MEASURED_EXTENT
-    large = min(problem.M, problem.N, problem.K) >= least
-    few = problem.layout == "TN" and problem.M <= MEASURED_ROWS and min(problem.N, problem.K) >= least
-    scalings = problem.a_scaling, problem.b_scaling
-    if problem.a_dtype == problem.b_dtype == torch.bfloat16:
-        measured = large or few
-    elif (problem.a_dtype, *scalings, problem.b_dtype) in _MEASURED_MX:
-        # Weights that few rows convert in registers leave bfloat16's range at scales past 2^25 or 2^31: only when asked for.
-        measured = problem.layout == "TN" and min(problem.N, problem.K) >= least
-        measured = measured and (problem.M > PACKED_ROWS or problem.b_preshuffled)
-    elif (problem.a_dtype, *scalings, problem.b_dtype) == _MEASURED_GRADIENT:
-        measured = large and not problem.fast_accum
-    elif problem.a_dtype == problem.b_dtype == torch.float8_e4m3fn:
-        fast = problem.fast_accum and scalings == ("tensor", "tensor") and (large or few)
-        measured = fast or (large and (not problem.fast_accum, *scalings) == (True, "row", "row"))
-        measured = measured or (large and scalings == ("1x128", "128x128"))
-    else:
-        measured = False
-    plain = problem.bias_dtype is None and problem.activation is None and not problem.accumulate
-    plain = plain and not more_outputs(problem)
-    if not (measured and plain and problem.out_dtype == torch.bfloat16):
-        return "not among what was measured to be as fast as cuBLAS (docs/hopper.md); it runs when asked for"
-    lengths = {
-        "a": (problem.a_shape[1], problem.a_dtype), "b": (problem.b_shape[1], problem.b_dtype),
-        "out": (problem.N, problem.out_dtype),
-    }  # fmt: skip
-    for name, (length, dtype) in lengths.items():
-        if length * dtype.itemsize % 16:
-            return f"rows of {name} have {length * dtype.itemsize} bytes: where 16 do not divide that, the kernel works on a copy"
-    return None
 
 
 def _why_config_unsupported(problem: GemmProblem, config: HopperConfig) -> str | None:
@@ -399,7 +413,7 @@ def _why_swapped_unsupported(problem: GemmProblem, config: HopperConfig) -> str 
     return None
 
 
-def _why_streamed_unsupported(problem: GemmProblem, config: HopperConfig) -> str | None:
+def why_streamed_unsupported(problem: GemmProblem, config: HopperConfig) -> str | None:
     if not problem.b_preshuffled:
         return "a streamed tile has weights in MXFP4 that are preshuffled (fw.preshuffle)"
     if more_outputs(problem) or problem.activation == SWIGLU:
@@ -428,361 +442,3 @@ def _why_streamed_unsupported(problem: GemmProblem, config: HopperConfig) -> str
     if smem > SMEM_BYTES:
         return f"{smem} bytes of shared memory: a CTA has {SMEM_BYTES}"
     return None
-
-
-def single_tile(problem: GemmProblem, config: HopperConfig) -> bool:
-    """Whether no cluster of the grid has more than one (swapped or streamed) tile."""
-    return cluster_tiles(problem, config) <= clusters(config)
-
-
-def streamed_smem_bytes(problem: GemmProblem, config: HopperConfig) -> int:
-    warps = 4 * config.consumers
-    scales = -(-config.tile_n * 2 // 128) * 128
-    stages = warps * config.num_stages * (config.tile_m * 128 + config.tile_n * 32 + scales)
-    partial = warps * 4 * (config.tile_n + 4)  # for each token
-    together = (
-        max(stages + 16, partial * config.tile_m)
-        if single_tile(problem, config)
-        else stages + partial * STREAMED_AT_ONCE
-    )
-    inbox = 0
-    if config.split > 1 and single_tile(problem, config):  # of the parts that the other CTAs send
-        inbox = 4 * (config.tile_n + 4) * -(-config.tile_m // config.split) * config.split
-    return max(together + inbox + 8 * warps * config.num_stages + 2 * BARRIER_BYTES, ALONE_BYTES)
-
-
-def _enough_in_flight(problem: GemmProblem, config: HopperConfig) -> bool:
-    """Whether a streamed tile's stages bring _IN_FLIGHT bytes: of each row of weights and 64 k 32 of codes and 2 scales, of one
-    of a 128."""
-    stages = 4 * config.consumers * config.num_stages
-    weights, rows = stages * config.tile_n * 34, stages * problem.M * 128
-    return weights >= _IN_FLIGHT[0] and weights + rows >= _IN_FLIGHT[1]
-
-
-def streamed(problem: GemmProblem, rows: int, split: int = 1, consumers: int = 2) -> HopperConfig:
-    """The streamed tile of `rows` columns of out that suits this M, with as many stages as bring _IN_FLIGHT bytes, up to 8."""
-    tokens = next((tile for tile in _TOKENS if tile >= problem.M), _TOKENS[-1])
-    config = HopperConfig(
-        tokens, rows, STREAMED_STEP, "streamed", consumers=consumers, cluster_m=1, cluster_n=1, group=1, split=split
-    )  # fmt: skip
-    staged = [replace(config, num_stages=n) for n in range(2, 9)]
-    fitting = [c for c in staged if streamed_smem_bytes(problem, c) <= SMEM_BYTES]
-    # One stage where two do not fit: never a candidate.
-    least = replace(config, num_stages=1) if not fitting else fitting[-1]
-    return next((c for c in fitting if _enough_in_flight(problem, c)), least)
-
-
-def cluster_tiles(problem: GemmProblem, config: HopperConfig) -> int:
-    """What clusters take turns at: the tiles of a cluster's CTAs together. (CTAs that split a reduction have one.)"""
-    in_m = 1 if config.few_rows else config.cluster_m
-    return -(-problem.M // (config.tile_m * in_m)) * -(-problem.N // (config.tile_n * config.cluster_n))
-
-
-def num_clusters(problem: GemmProblem, config: HopperConfig, num_sms: int) -> int:
-    """Of the grid, on a device of `num_sms`. Tiles for few rows count on what NUM_SMS have room for: where those have one tile each,
-    every tile gets a cluster, which waits where the device has fewer multiprocessors."""
-    tiles = cluster_tiles(problem, config)
-    if config.few_rows and single_tile(problem, config):
-        return tiles
-    return min(tiles, clusters(config, num_sms))
-
-
-def swapped_smem_bytes(problem: GemmProblem, config: HopperConfig) -> int:
-    width = -(-config.tile_n // 64) * 64
-    stage_a, stage_b = config.tile_m * SWIZZLE_BYTES, config.tile_n * SWIZZLE_BYTES
-    more = (width - config.tile_n) * SWIZZLE_BYTES
-    scales = 0
-    if packed(problem):  # codes of 64 or 128 bytes and 16 scales a row
-        stage_a = 2 * stage_a
-        if problem.b_dtype == PACKED_E2M1:
-            stage_b, more = stage_b // 2, more // 2
-        row_scales = 4 if problem.b_preshuffled else 16  # of a stage, in bytes
-        scales = config.num_stages * -(-config.tile_n * row_scales // 128) * 128 + (width - config.tile_n) * 16
-    stages = config.num_stages * (stage_a + stage_b) + more
-    partial = 4 * config.tile_m * (width + 4)
-    together = max(stages, partial) if single_tile(problem, config) else stages + partial
-    return together + scales + 2 * BARRIER_BYTES  # rounded up to 1024 as a whole
-
-
-def swapped(problem: GemmProblem, rows: int, split: int = 1, share: int = 1, half: bool = False) -> HopperConfig:
-    """The swapped tile of `rows` columns of out that suits this M, with as many stages as there is room for.
-
-    half  of an SM's shared memory
-    """
-    tokens = next((tile for tile in _TOKENS if tile >= problem.M), _TOKENS[-1])
-    config = HopperConfig(
-        tokens, rows, tile_k(problem), "swapped", cluster_m=1, cluster_n=share, group=1, split=split
-    )  # fmt: skip
-    room = HALF_SMEM_BYTES if half else SMEM_BYTES
-    fitting = (n for n in range(24, 2, -1) if swapped_smem_bytes(problem, replace(config, num_stages=n)) <= room)
-    return replace(config, num_stages=next(fitting, 2))
-
-
-def _swapped_candidates(problem: GemmProblem) -> list[HopperConfig]:
-    """The tallest tiles that give every cluster the same number, by clusters that were worth it on one H200 (docs/hopper.md).
-
-    One tile each: with and without the reduction split in two. Several each: the tallest and the next lower tile, with half
-    the memory where a's tiles are small, and else also sharing those.
-    """
-    if packed(problem):
-        tiles = [swapped(problem, rows, split) for rows in (64, 128) for split in (1, 2, 4)]
-        if problem.b_preshuffled:
-            # CTAs that share rows of a, and a reduction split in four, were slower on every weight.
-            tiles = [config for config in tiles if config.split < 4]
-            for split in (1, 2):
-                heights = 0
-                for turns in range(1, 1024):
-                    in_grid = clusters(HopperConfig(schedule="swapped", split=split))
-                    rows = -(-problem.N // (turns * in_grid * 64)) * 64
-                    if rows <= 256:
-                        tiles.append(swapped(problem, rows, split))
-                        heights += 1
-                    if heights == 2 or rows == 64 or (split > 1 and heights):
-                        break
-        # A split reduction was slower wherever a cluster has several tiles.
-        fitting = [config for config in tiles if why_unsupported(problem, config) is None]
-        return [config for config in fitting if config.split == 1 or single_tile(problem, config)]
-    step = 64 if problem.layout == "NN" else 8
-    few = problem.M <= 16
-    tiles = []
-    for split, share in ((1, 1), (2, 1), (1, 2)):
-        if share > (problem.M + 7) // 8:
-            continue
-        heights = 0
-        for turns in range(1, 1024):
-            in_grid = clusters(HopperConfig(schedule="swapped", cluster_n=share, split=split))
-            rows = -(-problem.N // (turns * share * in_grid))
-            rows = max(_LEAST_ROWS, -(-rows // step) * step)
-            if rows > 128:
-                continue
-            config = swapped(problem, rows, split, share, few and turns > 1)
-            if turns == 1 or split == 1:
-                tiles.append(config)
-            heights += 1
-            if heights == 2 or rows == _LEAST_ROWS or split > 1:
-                break
-    fits_one = [c for c in tiles if single_tile(problem, c) and c.cluster_n == 1]
-    return list(dict.fromkeys(fits_one or [c for c in tiles if c.cluster_n == 1 or not few]))
-
-
-def _streamed_candidates(problem: GemmProblem) -> list[HopperConfig]:
-    """For each split of K the two tallest tiles that give every cluster the same number; split only where that is one. Low tiles
-    take all the warps that there are, where a has up to 8 rows."""
-    if not problem.b_preshuffled or problem.M > STREAMED_ROWS:
-        return []
-    tiles = []
-    for split in (1, 2, 4):
-        if split > 1 and problem.K < 16 * split * STREAMED_STEP:
-            continue
-        in_grid = clusters(HopperConfig(schedule="streamed", cluster_m=1, split=split))
-        heights = 0
-        for turns in range(1, 1024):
-            rows = max(_LEAST_ROWS, -(-problem.N // (turns * in_grid * 16)) * 16)
-            config = streamed(problem, rows, split, 4 if rows <= 64 and problem.M <= 8 else 2)
-            if _why_streamed_unsupported(problem, config) is None and config.num_stages > 1:
-                tiles.append(config)
-                heights += 1
-            if heights == 2 or rows == _LEAST_ROWS or (split > 1 and heights):
-                break
-    return list(dict.fromkeys(tiles))
-
-
-# The tiles that the default is chosen from. Left out, because they won nowhere by more than noise on the 81 LLM shapes
-# (docs/hopper.md): 128x256 cooperative, 192x128 with three consumers, 64x256 pingpong, other band widths.
-WIDE = HopperConfig(256, 128, cluster_m=1, cluster_n=2)
-SQUARE = HopperConfig(128, 128, schedule="pingpong", num_stages=6)
-LONG = HopperConfig(128, 192, schedule="pingpong", cluster_m=1, cluster_n=2)
-HUGE = HopperConfig(256, 192, num_stages=3, cluster_m=1, cluster_n=2)
-HALF = HopperConfig(128, 64, schedule="pingpong", num_stages=8, cluster_m=1)
-LOW = HopperConfig(64, 128, schedule="pingpong", num_stages=8, cluster_m=1)
-SMALL = HopperConfig(64, 64, schedule="pingpong", num_stages=12, store_stages=1, cluster_m=1)
-_CANDIDATES = (WIDE, SQUARE, LONG, HUGE, HALF, LOW, SMALL)
-_TOKENS = (8, 16, 32, 64, 128)  # of a swapped tile
-_LEAST_ROWS = 32
-# Bytes, per SM, of a streamed tile's weights, and with its rows of a; with more they got slower.
-_IN_FLIGHT = 34 * 1024, 64 * 1024
-# With promotion: totals beside the accumulators of 64 rows. TALL suits scales of rows, those after it scales of blocks, which
-# also lie in shared memory.
-PROMOTING_TALL = HopperConfig(256, 128, store_stages=2, cluster_m=1, cluster_n=2)
-PROMOTING_BLOCKS = HopperConfig(256, 128, store_stages=1, cluster_m=2, cluster_n=1, group=4)
-PROMOTING_LONG = HopperConfig(128, 192, store_stages=3, cluster_m=1, cluster_n=2)
-# What the cluster shares decides how much comes from L2 in a step: b's 192 columns are more than a's 128 rows.
-PROMOTING_PAIR = HopperConfig(128, 192, store_stages=3, cluster_m=2, cluster_n=1, group=4)
-PROMOTING_ROWS = HopperConfig(256, 128, store_stages=1, cluster_m=1, cluster_n=2)
-PROMOTING_SQUARE = HopperConfig(128, 128, num_stages=6, store_stages=1)
-PROMOTING_LOW = HopperConfig(64, 128, consumers=1, num_stages=8, cluster_m=1)
-_PROMOTING = (
-    PROMOTING_TALL, PROMOTING_BLOCKS, PROMOTING_LONG, PROMOTING_PAIR, PROMOTING_ROWS, PROMOTING_SQUARE, PROMOTING_LOW
-)  # fmt: skip
-
-# A model of the time, its constants from one H200 (docs/hopper.md). Rates are relative to WIDE on full waves.
-_SM_FLOPS = 5.9e12  # of WIDE's main loop, per SM and second
-# Of swapped tiles; fitted to what each of them took, so they rank them and say little else.
-_BYTES_PER_SECOND = 4.4e12
-_SM_BYTES_PER_SECOND = 33e9
-_L2_BYTES_PER_SECOND = 39e12
-_SPLIT_SECONDS, _TURN_SECONDS, _SHARE_SECONDS = 0.58e-6, 0.024e-6, 0.15e-6
-_L2_READ_BYTES_PER_SECOND = 6.8e12  # of streamed tiles together, weights included
-_STREAMED_BYTES_PER_SECOND = 50e9  # of an SM's streamed tile, if every stage brought _STAGE_BYTES more
-_STAGE_BYTES = 1200
-_CONVERT_SECONDS = {64: 0.27e-6, 128: 0.44e-6}  # of a stage of MXFP4, by rows, with 8 tokens; taken for MXFP8, too
-_STORE_SECONDS = 0.8e-6  # of a 256x128 tile, where nothing else runs meanwhile
-_RATES = {
-    HALF: 0.58, LOW: 0.56, SMALL: 0.42, PROMOTING_BLOCKS: 0.95, PROMOTING_SQUARE: 0.92, PROMOTING_LOW: 0.52,
-}  # fmt: skip
-# With scales of blocks, by tile_m, tile_n and cluster.
-_BLOCK_RATES = {
-    (128, 192, 2, 1): 1.0, (128, 192, 1, 2): 0.997, (256, 128, 1, 2): 0.99, (256, 128, 2, 1): 0.987, (128, 128, 2, 1): 0.933,
-    (64, 128, 1, 1): 0.61,
-}  # fmt: skip
-# SQUARE hides its stores and reads more shared memory per product than WIDE. The first outweighs the second where tiles
-# are short and the chip is at its power limit, which a BF16 call of less than half a millisecond does not bring it to.
-_SQUARE_K_BYTES = 16384  # at most
-_SQUARE_VOLUME = 2.4e11  # M * N * K, at least, where operands have two bytes
-_SQUARE_FP8_VOLUME = 2e12  # likewise, where they have one, and K more than half of that
-# Over many long tiles CTAs drift apart and share less through L2; the larger a tile, the less it needs to.
-# M * N * K * sqrt(bytes of K / 16384) from where SQUARE and LONG lose to WIDE, and WIDE to HUGE.
-_DRIFT_VOLUMES = 6e12, 2.5e13
-
-
-@functools.lru_cache(maxsize=4096)
-def candidates(problem: GemmProblem) -> tuple[HopperConfig, ...]:
-    """The configurations that the default is chosen from, those that this problem allows."""
-    step = tile_k(problem)
-    tiles = [replace(config, tile_k=step) for config in (_PROMOTING if promotes(problem) else _CANDIDATES)]
-    tiles = [
-        replace(c, store_stages=max(n for n in range(1, c.store_stages + 1) if stores(problem, c) % n == 0))
-        for c in tiles
-    ]
-    if problem.activation == SWIGLU:
-        # Halves of a tile of b are too low to be shared: share rows of a.
-        tiles = [
-            replace(c, cluster_m=1, cluster_n=c.cluster_m) if c.cluster_m > 1 and c.tile_n < 256 else c for c in tiles
-        ]
-    if problem.M <= _TOKENS[-1] or packed(problem):
-        tiles += _swapped_candidates(problem) + _streamed_candidates(problem)
-    return tuple(config for config in tiles if why_unsupported(problem, config) is None)
-
-
-def _listed(problem: GemmProblem, config: HopperConfig) -> HopperConfig:
-    """The tile that `candidates` made this one of: other outputs take other buffers and clusters."""
-
-    def shape(c: HopperConfig) -> tuple[int, int, str, int]:
-        return c.tile_m, c.tile_n, c.schedule, c.consumers
-
-    tiles = [c for c in (_PROMOTING if promotes(problem) else _CANDIDATES) if shape(c) == shape(config)]
-    same = [c for c in tiles if (c.cluster_m, c.cluster_n) == (config.cluster_m, config.cluster_n)]
-    return next(iter(same or tiles), config)
-
-
-def _rate(problem: GemmProblem, config: HopperConfig, few_bits: bool) -> float:
-    """Of a tile's main loop, relative to WIDE's, as measured on one H200. few_bits: as in default_config."""
-    if problem.a_scaling == "1x128":
-        return _BLOCK_RATES[config.tile_m, config.tile_n, config.cluster_m, config.cluster_n]
-    config = _listed(problem, config)
-    volume = problem.M * problem.N * problem.K
-    k_bytes = problem.K * problem.a_dtype.itemsize
-    drift = volume * (k_bytes / 16384) ** 0.5
-    least = _SQUARE_VOLUME
-    if problem.a_dtype in FP8:
-        least = _SQUARE_FP8_VOLUME if k_bytes > _SQUARE_K_BYTES // 2 else 0
-    short = k_bytes <= _SQUARE_K_BYTES and volume >= least
-    if config in (PROMOTING_LONG, PROMOTING_PAIR):
-        return 0.965
-    if config == HUGE:
-        return 1.02 if drift > _DRIFT_VOLUMES[1] else 0.97
-    if config in (SQUARE, LONG) and drift > _DRIFT_VOLUMES[0]:
-        return 0.8
-    if config in (SQUARE, LONG) and few_bits:
-        return 0.85 if volume >= _SQUARE_VOLUME else 0.92
-    if config == SQUARE:
-        return 1.01 if short else 0.97
-    if config == LONG:
-        return 0.98 if short else 0.95
-    return _RATES.get(config, 1.0)
-
-
-def clusters(config: HopperConfig, num_sms: int = NUM_SMS) -> int:
-    """Clusters of a grid that fills the chip."""
-    # A cluster's SMs are of one group of 16 or 18, some of which are switched off: of NUM_SMS, 30 clusters of 4 and 15 of 8
-    # fit (cudaOccupancyMaxActiveClusters).
-    if config.cluster_size > 2 and config.few_rows:
-        num_sms = num_sms * FOURS_SMS // NUM_SMS
-    return num_sms // config.cluster_size
-
-
-def _swapped_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
-    """Reading of weights by all and by the busiest CTA, and what splits, turns and sharing cost. The numbers in it are fitted, too."""
-    elem_bytes = float(problem.b_dtype.itemsize)
-    if packed(problem):
-        elem_bytes = (0.5 if problem.b_dtype == PACKED_E2M1 else 1) + 1 / 32
-    turns = -(-cluster_tiles(problem, config) // clusters(config))
-    all_steps = -(-problem.K // config.tile_k)
-    k_steps = -(-all_steps // config.split)
-    weights = problem.N * problem.K * elem_bytes
-    tokens = -(-problem.N // config.tile_n) * config.tile_m * problem.K * problem.a_dtype.itemsize / config.cluster_n
-    everyone = weights / _BYTES_PER_SECOND + tokens / _L2_BYTES_PER_SECOND
-    busiest = turns * k_steps * config.tile_n * SWIZZLE_BYTES / _SM_BYTES_PER_SECOND
-    if packed(problem):
-        busiest = turns * k_steps * _CONVERT_SECONDS[64 if config.tile_n <= 64 else 128] * (1 + config.tile_m / 200)
-    if problem.b_preshuffled:
-        of_warpgroup = max(0.085e-6 + 1.25e-9 * config.tile_m, 2.55e-9 * config.tile_m)
-        busiest = turns * k_steps * (0.14e-6 + -(-config.tile_n // 64) * of_warpgroup)
-        everyone = max(everyone, (weights + tokens) / 9e12)
-    overhead = (
-        _SPLIT_SECONDS * (config.split - 1) * (1 + config.tile_m / 32)
-        + _TURN_SECONDS * (turns - 1) * (1 + config.tile_m / 64)
-        + _SHARE_SECONDS * (config.cluster_n - 1)
-    )
-    return max(everyone, busiest) + 0.3 * min(everyone, busiest) + overhead, turns
-
-
-def _streamed_seconds(problem: GemmProblem, config: HopperConfig) -> tuple[float, int]:
-    """Reading of weights and, out of L2, of a by all; of weights by the busiest CTA; what splits and turns cost. Fitted likewise."""
-    tiles = cluster_tiles(problem, config)
-    turns = -(-tiles // clusters(config))
-    weights = problem.N * problem.K * 17 / 32
-    rows_of_a = tiles * problem.M * problem.K * 2
-    everyone = max(weights / _BYTES_PER_SECOND, (weights + rows_of_a) / _L2_READ_BYTES_PER_SECOND)
-    stages = turns * -(-problem.K // STREAMED_STEP) / config.split
-    share = stages * (config.tile_n * STREAMED_STEP * 17 / 32 + _STAGE_BYTES) / _STREAMED_BYTES_PER_SECOND
-    seconds = max(everyone, share) + 0.3e-6 * (turns - 1)
-    if config.split > 1:
-        seconds += 0.03 * seconds + turns * (config.split - 0.5) * 1e-6
-    return seconds, turns
-
-
-def _seconds(problem: GemmProblem, config: HopperConfig, few_bits: bool) -> tuple[float, int]:
-    """(modelled time of the busiest CTA, its tiles)."""
-    if config.schedule == "swapped":
-        return _swapped_seconds(problem, config)
-    if config.schedule == "streamed":
-        return _streamed_seconds(problem, config)
-    per_cta = -(-cluster_tiles(problem, config) // clusters(config))
-    area = config.tile_m * config.tile_n
-    k_steps = -(-problem.K // config.tile_k)
-    multiply = 2 * area * k_steps * config.tile_k / (_SM_FLOPS * _rate(problem, config, few_bits))
-    store = _STORE_SECONDS * area / (256 * 128)
-    # Pingpong hides every store but the last behind the other warpgroup's products, late stores hide behind their own.
-    count = 1 if config.schedule == "pingpong" or stores_late(problem, config) else per_cta
-    return per_cta * multiply + count * store, per_cta
-
-
-@functools.lru_cache(maxsize=4096)
-def default_config(problem: GemmProblem, few_bits: bool = False) -> tuple[HopperConfig, list[str]]:
-    """The candidate of least modelled time, and why.
-
-    few_bits  an operand's values were MX codes: such products need less power, so the chip is not at its limit, and CTAs of small tiles
-              drift apart (0.62 to 0.93 of WIDE's rate on one H200)
-    """
-    tiles = candidates(problem)
-    # Few rows leave the others' matrix units idle, whatever their model, which knows no memory, says.
-    tiles = tuple(config for config in tiles if config.few_rows) or tiles
-    modelled = {config: _seconds(problem, config, few_bits) for config in tiles}
-    best = min(modelled, key=lambda config: modelled[config][0])
-    seconds, per_cta = modelled[best]
-    reasons = [f"least modelled time of {len(modelled)} tiles: {seconds * 1e6:.1f} us, {per_cta} tiles per CTA"]
-    for config, (other, _) in modelled.items():
-        if config != best and other < 1.1 * seconds:
-            reasons.append(f"{config}: {other * 1e6:.1f} us")
-    return best, reasons

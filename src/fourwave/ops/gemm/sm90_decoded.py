@@ -10,7 +10,7 @@ import torch
 
 from fourwave.backends import cutedsl_cache, guard
 from fourwave.backends.cutedsl_call import PackedCall
-from fourwave.ops.gemm import sm90_config, sm90_launch
+from fourwave.ops.gemm import sm90_choice, sm90_config, sm90_launch
 from fourwave.ops.gemm.preshuffled_mxfp4 import unshuffle_codes, unshuffle_scale
 from fourwave.ops.gemm.problem import PACKED_E2M1, GemmProblem, GemmTensors
 from fourwave.ops.gemm.sm90_config import HopperConfig
@@ -74,7 +74,7 @@ def plain_problem(problem: GemmProblem) -> GemmProblem | None:
 
 def chosen_config(problem: GemmProblem, plain: GemmProblem) -> tuple[HopperConfig, list[str]]:
     """The configuration of `plain` where none is given, and why."""
-    return sm90_config.default_config(plain, "1x32" in (problem.a_scaling, problem.b_scaling))
+    return sm90_choice.default_config(plain, "1x32" in (problem.a_scaling, problem.b_scaling))
 
 
 def decoded_operands(problem: GemmProblem, plain: GemmProblem) -> list[str]:

@@ -14,12 +14,12 @@ import torch
 from fourwave.backends import cutedsl_cache, guard
 from fourwave.backends.base import Relaunch
 from fourwave.ops.gemm.problem import PACKED_E2M1, SWIGLU, GemmProblem, GemmTensors
+from fourwave.ops.gemm.sm90_choice import default_config
 from fourwave.ops.gemm.sm90_config import (
     FP8,
     MAX_STRIDE_BYTES,
     SWIZZLE_BYTES,
     HopperConfig,
-    default_config,
     more_outputs,
     num_clusters,
     promotes,

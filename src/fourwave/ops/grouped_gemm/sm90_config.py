@@ -1,14 +1,12 @@
-"""Tunables of the Hopper grouped kernels, the default choice with its reasons, and the one rule for what they support.
+"""Tunables of the Hopper grouped kernels, the shared memory that they take, and the one rule for what the kernels support.
 
-Imports neither CuTe DSL nor torch.cuda: the rule can be asked anywhere.
+Imports neither CuTe DSL nor torch.cuda: the rule can be asked anywhere. Which tiles there are: sm90_tiles.py; which of them runs:
+sm90_choice.py.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -245,10 +243,10 @@ def why_unsupported(problem: GroupedProblem, config: HopperGroupedConfig | None)
         return None
     if not isinstance(config, HopperGroupedConfig):
         return f"config is a {type(config).__name__}: the Hopper grouped kernels take a HopperGroupedConfig"
-    return _why_config_unsupported(problem, config)
+    return why_config_unsupported(problem, config)
 
 
-def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig) -> str | None:
+def why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig) -> str | None:
     for name in ("tile_m", "tile_n", "tile_k", "num_stages", "cluster_m", "cluster_n", "band", "split"):
         value = getattr(config, name)
         if not isinstance(value, int) or value < 1:
@@ -264,7 +262,7 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             return f"other_n={config.other_n}, turned={config.turned}: swapped tiles have another height, those of a reduction no other"
         if config.turned and config.cluster_m == 1:
             return "turned: only CTAs below each other can be side by side instead"
-        if (reason := _why_config_unsupported(problem, other)) is not None:
+        if (reason := why_config_unsupported(problem, other)) is not None:
             return f"other tile: {reason}"
     if config.schedule == "swapped":
         if problem.split == REDUCTION:
@@ -281,7 +279,7 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             return (
                 f"split={config.split}: each CTA needs a k step, and K={problem.K} has {-(-problem.K // config.tile_k)}"
             )
-        if config.single and not _may_be_single(problem, config):
+        if config.single and not may_be_single(problem, config):
             return f"single: G={problem.G}, M={problem.M}, and {-(-problem.N // config.tile_n)} tiles: more than a tile of one group"
         if (config.cluster_m, config.cluster_n) != (1, 1):
             return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: swapped tiles are not shared"
@@ -301,7 +299,7 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
             return f"cluster_m={config.cluster_m}, cluster_n={config.cluster_n}: 1 or 2 CTAs share a's tiles or b's, not both"
         if is_narrow(config) and (not promotes(problem) or config.tile_n % 32 or config.cluster_m > 1):
             return "narrow: of FP8 with sums in float32, with columns in multiples of 32 and CTAs that do not share b"
-        if config.late and not _can_be_late(problem, config):
+        if config.late and not can_be_late(problem, config):
             return "late: of 128 rows by multiples of 64 columns, scales of blocks by row or by group, multiples of 512 of K, 16-bit results"
         if config.cluster_m > 1 and config.tile_m > WAVE_ROWS:
             return f"cluster_m={config.cluster_m} of tiles of {config.tile_m} rows: b is shared by tiles of {WAVE_ROWS} only"
@@ -318,7 +316,7 @@ def _why_config_unsupported(problem: GroupedProblem, config: HopperGroupedConfig
     return None
 
 
-def _can_be_late(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
+def can_be_late(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
     return (
         bulk_scales(problem, config) is not None
         and whole_steps(problem)
@@ -330,303 +328,6 @@ def _can_be_late(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
     )
 
 
-_LATE_TILES = 4 * NUM_SMS  # a CTA with few tiles gains little
-_TOKENS = (8, 16, 32, 64, 128)  # of a swapped tile
-_LEAST_ROWS = 32
-
-
-def _deepest(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperGroupedConfig:
-    """With as many stages as there is room for, from 2 to 24."""
-    two, three = (smem_bytes(problem, replace(config, num_stages=n)) for n in (2, 3))
-    most = max(2, min(24, 2 + (SMEM_BYTES - two) // (three - two)))
-    deepest = (replace(config, num_stages=n) for n in range(most, 2, -1))  # slots of scales come with every fourth
-    return next((c for c in deepest if smem_bytes(problem, c) <= SMEM_BYTES), replace(config, num_stages=2))
-
-
-def _known(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperGroupedConfig:
-    """With as many stages as the loop is unrolled by: where each is is then known to the compiler. Less work for a step needs more."""
-    if (
-        problem.split == ROWS
-        and promotes(problem)
-        and whole_steps(problem)
-        and config.tile_m * config.tile_n >= 128 * 192
-    ):
-        return replace(config, num_stages=min(config.num_stages, SCALE_STEPS))
-    return config
-
-
-def with_other(
-    problem: GroupedProblem, config: HopperGroupedConfig, other_n: int = 0, other_m: int = 0, turned: bool = False
-) -> HopperGroupedConfig:
-    config = replace(config, other_stages=2, other_n=other_n, other_m=other_m, turned=turned)
-    assert config.other is not None
-    other = _deepest(problem, config.other)
-    if config.schedule == "rows" and (turned or other_m):
-        other = _known(problem, other)
-    stages = _in_fours(problem, other) if config.schedule == "swapped" else other.num_stages
-    config = replace(config, other_stages=stages)
-    return replace(config, late=config.late and smem_bytes(problem, config) <= SMEM_BYTES)
-
-
-def swapped(problem: GroupedProblem, tokens: int, rows: int, split: int = 1) -> HopperGroupedConfig:
-    tile_k = SWIZZLE_BYTES // problem.a_dtype.itemsize
-    config = HopperGroupedConfig(tokens, rows, tile_k, "swapped", split=split)
-    config = _deepest(problem, replace(config, single=_may_be_single(problem, config)))
-    return replace(config, num_stages=_in_fours(problem, config))
-
-
-def _in_fours(problem: GroupedProblem, config: HopperGroupedConfig) -> int:
-    """Stages, of which SCALE_STEPS have one barrier where tokens are few."""
-    fours = config.num_stages // SCALE_STEPS * SCALE_STEPS
-    return fours if block_scaled(problem) and config.tile_m <= 16 and fours else config.num_stages
-
-
-def _may_be_single(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
+def may_be_single(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
     clusters = (NUM_SMS if config.split <= 2 else FOURS_SMS) // config.split
     return problem.G == 1 and problem.M <= config.tile_m and -(-problem.N // config.tile_n) <= clusters
-
-
-# By tile_n. Where the ring has room for a whole tile, what it is added to arrives beside its products; else pieces would wait for that.
-_RINGS: dict[int, dict[str, Any]] = {
-    64: {"ring": 2}, 128: {"ring": 4}, 192: {"ring": 3, "addend": "reduce"}, 256: {"ring": 4, "addend": "reduce"},
-}  # fmt: skip
-
-
-def rows_tile(
-    problem: GroupedProblem, tile_m: int, tile_n: int, cluster_n: int = 1, cluster_m: int = 1, **more: Any
-) -> HopperGroupedConfig:
-    tile_k = SWIZZLE_BYTES // problem.a_dtype.itemsize
-    if problem.split == REDUCTION and problem.out_dtype == torch.float32:
-        more = _RINGS.get(tile_n, {}) | more
-    config = _deepest(
-        problem, HopperGroupedConfig(tile_m, tile_n, tile_k, "rows", cluster_n=cluster_n, cluster_m=cluster_m, **more)
-    )
-    config = _known(problem, config)
-    tiles = -(-problem.M // WAVE_ROWS) * -(-problem.N // tile_n)
-    if "late" not in more and tile_n == 192 and tiles >= _LATE_TILES and _can_be_late(problem, config):
-        # Not where its buffers leave room for fewer stages.
-        late = _known(problem, _deepest(problem, replace(config, late=True)))
-        config = late if late.num_stages == config.num_stages else config
-    return config
-
-
-@functools.lru_cache(maxsize=4096)
-def candidates(problem: GroupedProblem) -> tuple[HopperGroupedConfig, ...]:
-    """The configurations that the default is chosen from, those that this problem allows."""
-    if problem.split == REDUCTION:
-        most = 128 if block_scaled(problem) else 256
-        tiles = [
-            rows_tile(problem, WAVE_ROWS, n, *cluster)
-            for n in (256, 192, 128, 64)
-            for cluster in ((1, 1), (1, 2), (2, 1))
-            if n <= most
-        ]
-        if problem.accumulate:
-            tiles += [replace(tile, addend="reduce") for tile in tiles if tile.addend == "load" and tile.ring > 0]
-        return _allowed(problem, tiles)
-    average = -(-problem.M // min(problem.G, problem.M))
-    tokens = next((tile for tile in _TOKENS if tile >= average), _TOKENS[-1])
-    step = 64 if problem.layout == "NN" else 8
-    tiles = [swapped(problem, tokens, rows) for rows in range(128, _LEAST_ROWS - 1, -step)]
-    tiles += [swapped(problem, tokens, rows, 2) for rows in (128, 64)]
-    used = min(problem.G, problem.M)
-    if used * -(-average // tokens) * -(-problem.N // _LEAST_ROWS) < NUM_SMS:
-        # Too few tiles, however low: CTAs that share them.
-        tiles += [
-            swapped(problem, tokens, rows, split) for split in (2, 4) for rows in range(120, _LEAST_ROWS - 1, -step)
-        ]
-    # Not 176: with scales of blocks its eleven 16 columns take as long as 192 (docs/hopper_grouped.md).
-    widths = (256, 192, 128, 64) if problem.layout == "NN" else [n for n in range(256, 63, -16) if n != 176]
-    clusters = ((1, 1), (1, 2), (2, 1)) if average > WAVE_ROWS else ((1, 1), (2, 1))  # along n, along m
-    tiles += [rows_tile(problem, WAVE_ROWS, n, *cluster) for n in widths for cluster in clusters]
-    if promotes(problem):
-        tiles.append(rows_tile(problem, 2 * WAVE_ROWS, 128))
-    return _allowed(problem, tiles)
-
-
-def _allowed(problem: GroupedProblem, tiles: list[HopperGroupedConfig]) -> tuple[HopperGroupedConfig, ...]:
-    if why_unsupported(problem, None) is not None:
-        return ()
-    return tuple(config for config in tiles if _why_config_unsupported(problem, config) is None)
-
-
-# Constants of one H200 (docs/hopper_grouped.md); they rank the tiles and say little else.
-_BYTES_PER_SECOND = 4.2e12
-_SM_BYTES_PER_SECOND = 33e9
-_SM_FLOPS = 10.9e12  # of FP8 wgmma, per SM and second: what the power limit leaves
-_SWAPPED_FLOPS = 4.75e12
-_CLOCK = 1.5e9  # with the matrix units busy
-_SMEM_BYTES_PER_CYCLE = 128
-_L2_BYTES_PER_CYCLE = 46  # per SM, where all read
-_TURN_SECONDS = 0.3e-6
-_ROWS_TURN_SECONDS, _PROMOTED_TURN_SECONDS = 2.4e-6, 1.2e-6
-# Of a promoted tile of 256 rows, more, where there are more turns than this.
-_HALVES_TURN_SECONDS, _MANY_TURNS = 0.25e-6, 16
-_UNKNOWN_STAGES = 1.03  # of a tile of 256 rows, where the compiler does not know where a stage is
-# Of the store's time that out's bytes allow: what a tile's products do not hide, and what it takes where there are few.
-_STORE_LOADED = 0.9, 1.2
-_STORE_REDUCED = {64: (0.7, 1.8), 128: (0.7, 1.8), 192: (0.53, 1.8), 256: (0.65, 1.8)}  # by tile_n
-# With a scale of each row and column: a step's time over that of a single CTA without, and more where two share tiles; and the store's.
-_SCALED_WGRAD, _SCALED_PAIRS = 1.21, 1.03
-_SCALED_LOADED, _SCALED_REDUCED = (0.55, 1.2), (0.3, 1.8)
-_SCALED_ALONE = 1.01  # the store's where no two CTAs have tiles side by side
-_SWAPPED_STEP_SECONDS = 0.15e-6  # at least: the producer's
-_SPLIT_SECONDS = 0.5e-6
-_UNEQUAL_TILES = (0.3, 0.4, 0.5, 0.6, 0.7)  # that each of random groups has beyond its share of all rows
-_UNEQUAL_ROWS = 3  # of the largest of random groups, over the mean
-_OTHER_GAIN = 0.985
-
-
-def step_seconds(config: HopperGroupedConfig) -> float:
-    """Of SWIZZLE_BYTES of k of a tile of the schedule "rows": what shared memory, which wgmma reads and TMA writes, and L2 allow.
-
-    A wgmma of 64 rows reads them and all columns, 32 bytes of each.
-    """
-    m, n = config.tile_m, config.tile_n
-    shared = m // 64 * 4 * (64 + n) * 32 + (m + n) * SWIZZLE_BYTES
-    l2 = (m / config.cluster_n + n / config.cluster_m) * SWIZZLE_BYTES
-    l2 /= _L2_BYTES_PER_CYCLE * _CLOCK
-    return max(shared / (_SMEM_BYTES_PER_CYCLE * _CLOCK), l2, 2 * m * n * SWIZZLE_BYTES / _SM_FLOPS) + 0.05 * l2
-
-
-def _seconds(problem: GroupedProblem, config: HopperGroupedConfig) -> float:
-    """Modelled time of the busiest cluster, were all groups equal."""
-    size = problem.a_dtype.itemsize
-    if problem.split == REDUCTION:
-        high = -(-problem.M // (config.tile_m * config.cluster_m))
-        wide = -(-problem.N // (config.tile_n * config.cluster_n))
-        turns = -(-problem.G * high * wide // (NUM_SMS // config.cluster_size))
-        steps = -(-problem.K * size // (problem.G * SWIZZLE_BYTES))
-        out = config.tile_m * config.tile_n * problem.out_dtype.itemsize * (2 if problem.accumulate else 1)
-        multiply, store = steps * step_seconds(config), out / _SM_BYTES_PER_SECOND
-        if block_scaled(problem):
-            multiply = steps * step_seconds(replace(config, cluster_m=1, cluster_n=1)) * _SCALED_WGRAD
-            multiply *= _SCALED_PAIRS if config.cluster_size > 1 else 1.0
-        if not rings(problem, config):
-            if problem.accumulate and config.tile_n > 128:
-                store += _ROWS_TURN_SECONDS  # measured: L2's additions come in one burst
-            return turns * (multiply + store + _TURN_SECONDS * (1 + config.tile_n / 64))
-        beside, alone = _SCALED_LOADED if block_scaled(problem) else _STORE_LOADED
-        if problem.accumulate and config.addend == "reduce":
-            beside, alone = _STORE_REDUCED.get(config.tile_n, _STORE_REDUCED[256])
-            if block_scaled(problem):
-                beside, alone = _SCALED_REDUCED
-        elif config.ring < 4:
-            alone *= 1.2  # too little on its way
-        if block_scaled(problem) and config.cluster_n == 1:
-            alone *= _SCALED_ALONE
-        return turns * max(multiply + beside * store, alone * store)
-    used = min(problem.G, problem.M)
-    rows = -(-problem.M // used)
-    high = -(-rows // (config.tile_m * config.cluster_m))
-    wide = -(-problem.N // (config.tile_n * config.cluster_n))
-    clusters = (NUM_SMS if config.cluster_size <= 2 else FOURS_SMS) // config.cluster_size
-    turns = -(-used * high * wide // clusters)
-    k_bytes = problem.K * size / config.split
-    reading = config.tile_n / config.cluster_m * k_bytes / high + config.tile_m / config.cluster_n * k_bytes / 4
-    if config.schedule == "rows":
-        live = min(config.tile_m, -(-rows // WAVE_ROWS) * WAVE_ROWS) / config.tile_m
-        multiply = live * -(-k_bytes // SWIZZLE_BYTES) * step_seconds(config)
-        if promotes(problem):
-            turn = _PROMOTED_TURN_SECONDS * (1 + 1 / turns)  # once more at the start
-            if config.tile_m > WAVE_ROWS and turns > _MANY_TURNS:
-                turn += _HALVES_TURN_SECONDS
-            if config.tile_m > WAVE_ROWS and not whole_steps(problem):
-                multiply *= _UNKNOWN_STAGES
-        else:
-            turn = _ROWS_TURN_SECONDS
-    else:
-        multiply = 2 * config.tile_m * (-(-config.tile_n // 64) * 64) * k_bytes / _SWAPPED_FLOPS
-        multiply = max(multiply, -(-k_bytes // SWIZZLE_BYTES) * _SWAPPED_STEP_SECONDS)
-        turn = _TURN_SECONDS * (1 + config.tile_m / 64)
-    tile = max(reading / _SM_BYTES_PER_SECOND, multiply) + turn
-    return turns * tile + _SPLIT_SECONDS * (config.split - 1)
-
-
-def _with_other(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperGroupedConfig:
-    """config, with another tile that is better where groups are as unequal as random ones; the kernel decides which it takes."""
-    if problem.split == REDUCTION or problem.G == 1 or not promotes(problem):
-        return config
-    if config.schedule == "rows":
-        return _with_other_rows(problem, config)
-    used = min(problem.G, problem.M)
-    other_m = min(128, -(-_UNEQUAL_ROWS * problem.M // (8 * used)) * 8)
-    if config.split > 1 or other_m <= config.tile_m:
-        return config
-    return with_other(problem, config, other_m=other_m)
-
-
-def round_cost(config: HopperGroupedConfig) -> int:
-    """Of a round of tiles, in units of the kernel's own: for its choice between two tiles."""
-    if config.schedule == "rows":
-        return round(_promoted_seconds(config) * 1e9)
-    return 2 * config.tile_n + config.tile_m  # bytes, of which a's come from L2
-
-
-def _promoted_seconds(config: HopperGroupedConfig) -> float:
-    """As step_seconds, measured where all CTAs are busy: a line through 96 to 192 columns, and 16 more than a multiple of 32 cost 32."""
-    l2 = (
-        (config.tile_m / config.cluster_n + config.tile_n / config.cluster_m)
-        * SWIZZLE_BYTES
-        / (_L2_BYTES_PER_CYCLE * _CLOCK)
-    )
-    if config.tile_m > WAVE_ROWS:
-        return 0.80e-6 + 0.05 * l2
-    return 0.12e-6 + 2.55e-9 * (-(-config.tile_n // 32) * 32) + 0.05 * l2
-
-
-def _with_other_rows(problem: GroupedProblem, config: HopperGroupedConfig) -> HopperGroupedConfig:
-    """config, with other tiles in clusters of as many CTAs, if those would be better with random groups: half of each one's last tiles have
-    no more than half of their rows."""
-    used = min(problem.G, problem.M)
-
-    def seconds(tile: HopperGroupedConfig) -> float:
-        high = problem.M / (tile.tile_m * tile.cluster_m)
-        each = -(-problem.N // (tile.tile_n * tile.cluster_n)) / (NUM_SMS // tile.cluster_size)
-        last = LAST_TENTHS[tile.tile_m] / 10 if tile.tile_m > WAVE_ROWS or _may_be_narrow(problem, tile) else 1.0
-        turns = 0.0
-        for unequal in _UNEQUAL_TILES:  # several: no single number of rounds decides
-            large, small = max(high + (unequal - 0.5) * used, 0.0), 0.5 * used
-            rounds = math.ceil(large * each)
-            free = rounds / each - large
-            if small > 2 * free:
-                turns += max(rounds + last, (large + last * small) * each)
-            else:
-                turns += max(rounds, rounds - 1 + 2 * min(last, LAST_BESIDE / 10)) if small > free else rounds
-        return turns * (-(-problem.K // tile.tile_k) * _promoted_seconds(tile) + _PROMOTED_TURN_SECONDS)
-
-    alike = [
-        tile
-        for tile in candidates(problem)
-        if (tile.schedule, tile.cluster_size) == (config.schedule, config.cluster_size)
-        and tile.tile_m <= config.tile_m
-        and tile.cluster_m <= config.cluster_m
-        and (tile.tile_n >= config.tile_n or problem.M > WAVE_ROWS * used)  # few rows: narrower ones took longer
-    ]
-    best = min(alike, key=seconds)
-    if seconds(best) >= _OTHER_GAIN * seconds(config):
-        return config
-    other_m = best.tile_m if best.tile_m < config.tile_m else 0
-    chosen = with_other(problem, config, best.tile_n, other_m, best.cluster_m < config.cluster_m)
-    return replace(chosen, narrow=_may_be_narrow(problem, best))
-
-
-def _may_be_narrow(problem: GroupedProblem, config: HopperGroupedConfig) -> bool:
-    # With fewer rows the time is that of reading b, whoever multiplies.
-    many = table_groups(problem) == TABLES[0] and problem.M > WAVE_ROWS * min(problem.G, problem.M)
-    alone = config.tile_m == WAVE_ROWS and config.tile_n % 32 == 0 and config.cluster_m == 1
-    return many and promotes(problem) and alone
-
-
-@functools.lru_cache(maxsize=4096)
-def default_config(problem: GroupedProblem) -> tuple[HopperGroupedConfig, list[str]]:
-    """The candidate of least modelled time, and why. m_sizes is not known: groups are taken to be equal."""
-    modelled = {config: _seconds(problem, config) for config in candidates(problem)}
-    best = min(modelled, key=lambda config: modelled[config])
-    modelled = {_with_other(problem, c) if c == best else c: seconds for c, seconds in modelled.items()}
-    best = _with_other(problem, best)
-    reasons = [f"least modelled time of {len(modelled)} tiles: {modelled[best] * 1e6:.1f} us, were all groups equal"]
-    for config, seconds in modelled.items():
-        if config != best and seconds < 1.05 * modelled[best]:
-            reasons.append(f"{config}: {seconds * 1e6:.1f} us")
-    return best, reasons[:6]

@@ -12,18 +12,16 @@ from typing import Any
 import torch
 
 from fourwave.backends import cutedsl_cache, guard
+from fourwave.ops.gemm.sm90_config import FOURS_SMS, NUM_SMS
 from fourwave.ops.gemm.sm90_launch import ALIGN_BYTES, MAX_PLANS, _num_sms
 from fourwave.ops.grouped_gemm.problem import REDUCTION, GroupedProblem, GroupedTensors
+from fourwave.ops.grouped_gemm.sm90_choice import default_config, round_cost
 from fourwave.ops.grouped_gemm.sm90_config import (
-    FOURS_SMS,
-    NUM_SMS,
     HopperGroupedConfig,
     bulk_scales,
-    default_config,
     is_narrow,
     last_halves,
     promotes,
-    round_cost,
     store_columns,
     table_groups,
     whole_steps,
