@@ -28,9 +28,9 @@ MIXES = list(itertools.product(range(2), repeat=2))  # which of the target's two
 
 
 def arch_of(target: Target) -> str | None:
-    """The AMD architecture that runs, or None. Hopper's FP8 sums have a bound of their own (test_hopper.py)."""
+    """The AMD architecture that runs, or None. Hopper's FP8 sums have a bound of their own (test_hopper_fp8.py)."""
     if target.backend == "hopper":
-        pytest.skip("tests/test_hopper.py")
+        pytest.skip("tests/test_hopper_fp8.py")
     if target.backend == "native":
         return None
     arch = registry.get(target.backend).describe_gemm(GemmCase(by_name("even")).problem, None).arch
