@@ -117,6 +117,12 @@ def test_the_default_is_one_of_the_candidates_and_allowed() -> None:
             assert reasons
 
 
+def test_problems_that_no_tile_is_for_have_no_candidates() -> None:
+    for p in (problem(1025, 4096), problem(8, 0), replace(problem(), split="reduction", G=1025)):
+        assert candidates(p) == ()
+    assert "1025" in (why_unsupported(problem(1025, 4096), None) or "")
+
+
 def test_few_rows_take_swapped_tiles_and_many_do_not() -> None:
     assert default_config(problem(8, 64, 1280, 8192))[0].schedule == "swapped"
     assert default_config(problem(8, 16384, 2048, 7168))[0].schedule == "rows"

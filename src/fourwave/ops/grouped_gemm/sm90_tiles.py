@@ -11,6 +11,7 @@ import torch
 from fourwave.ops.gemm.sm90_config import NUM_SMS, SCALE_STEPS, SMEM_BYTES, SWIZZLE_BYTES
 from fourwave.ops.grouped_gemm.problem import REDUCTION, ROWS, GroupedProblem
 from fourwave.ops.grouped_gemm.sm90_config import (
+    MAX_GROUPS,
     WAVE_ROWS,
     HopperGroupedConfig,
     block_scaled,
@@ -35,6 +36,8 @@ _RINGS: dict[int, dict[str, Any]] = {
 @functools.lru_cache(maxsize=4096)
 def candidates(problem: GroupedProblem) -> tuple[HopperGroupedConfig, ...]:
     """The configurations that the default is chosen from, those that this problem allows."""
+    if not 1 <= problem.G <= MAX_GROUPS or not problem.M:
+        return ()
     if problem.split == REDUCTION:
         most = 128 if block_scaled(problem) else 256
         tiles = [
