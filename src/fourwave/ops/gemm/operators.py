@@ -236,6 +236,7 @@ def register_flops(*operators: tuple[Any, Callable[..., int]]) -> None:
             each.setdefault(operator, flops)
 
 
+@functools.lru_cache(maxsize=16)  # reading a signature takes longer than a call
 def flops_of(function: Callable[..., Any]) -> Callable[..., int]:
     """2 M N K of an operator's arguments. function: has its arguments, a, b, trans_a and trans_b among them."""
     return functools.partial(_flops, inspect.signature(function))
